@@ -1,0 +1,53 @@
+//! What can go wrong with tensors.
+
+use crate::DType;
+
+/// Errors of this crate. All are caused by data from outside (a model file that disagrees with
+/// its own description) or by the system refusing a resource.
+#[derive(Debug, thiserror::Error)]
+pub enum TensorError {
+    /// The bytes of a row are not those of `cols` elements.
+    #[error("a row of {cols} {dtype} elements has {got} bytes, expected {expected}")]
+    RowBytes {
+        /// Stored type.
+        dtype: DType,
+        /// Elements per row.
+        cols: usize,
+        /// Bytes expected.
+        expected: usize,
+        /// Bytes found.
+        got: usize,
+    },
+    /// The type can't be used as a weight.
+    #[error("{dtype} is no weight type (rows of {cols})")]
+    NotAWeight {
+        /// Stored type.
+        dtype: DType,
+        /// Elements per row.
+        cols: usize,
+    },
+    /// A slice of the columns does not lie on the borders of cells.
+    #[error("columns {start}..{end} of {cols} are no run of whole cells")]
+    BadColumns {
+        /// First column.
+        start: usize,
+        /// One past the last column.
+        end: usize,
+        /// Columns there are.
+        cols: usize,
+    },
+    /// The source of a weight failed.
+    #[error("{0}")]
+    Source(String),
+    /// Memory for a KV cache was not available.
+    #[error("sequence slot {slot} is full: {capacity} tokens are all it holds")]
+    CacheFull {
+        /// Slot.
+        slot: usize,
+        /// Tokens it can hold.
+        capacity: usize,
+    },
+    /// A worker thread could not be started.
+    #[error("a compute thread could not be started: {0}")]
+    Thread(#[from] std::io::Error),
+}
