@@ -1,0 +1,203 @@
+//! The parameters that chat and text completions share.
+
+use std::hash::{BuildHasher, RandomState};
+
+use serde_json::Value;
+use yunta_engine::SamplingParams;
+
+use crate::config::ServerConfig;
+use crate::error::ApiError;
+use crate::fields::{Fields, mismatch};
+use crate::text::StopStrings;
+
+const CHOICES_MAX: i64 = 16;
+const STOP_STRINGS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 1024;
+
+/// What a request says about generation, besides the prompt.
+#[derive(Clone, Debug)]
+pub(crate) struct Params {
+    /// Outputs per prompt; the i-th is drawn with `sampling.seed + i`.
+    pub(crate) n: usize,
+    pub(crate) sampling: SamplingParams,
+    /// `None`: up to the end of the context.
+    pub(crate) max_tokens: Option<usize>,
+    pub(crate) stops: StopStrings,
+    /// `Some` if the answer is to be streamed.
+    pub(crate) stream: Option<StreamOptions>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StreamOptions {
+    pub(crate) include_usage: bool,
+}
+
+impl Params {
+    pub(crate) fn read(fields: Fields<'_>, config: &ServerConfig) -> Result<Self, ApiError> {
+        check_model(fields, config)?;
+        refuse_what_is_not_supported(fields)?;
+        Ok(Self {
+            n: fields.integer("n", 1..=CHOICES_MAX)?.map_or(1, |n| n as usize),
+            sampling: sampling(fields)?,
+            max_tokens: max_tokens(fields)?,
+            stops: StopStrings::new(stop_strings(fields)?),
+            stream: stream_options(fields)?,
+        })
+    }
+}
+
+fn check_model(fields: Fields<'_>, config: &ServerConfig) -> Result<(), ApiError> {
+    match fields.string("model")? {
+        Some(name) if !config.answers_to(name) => Err(unknown_model(name, config)),
+        _ => Ok(()),
+    }
+}
+
+/// The error for a model name that this server does not answer to.
+pub(crate) fn unknown_model(name: &str, config: &ServerConfig) -> ApiError {
+    let served = config.names().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    ApiError::UnknownModel { name: name.to_owned(), served }
+}
+
+/// Parameters that change the output and that the engine can't honour are refused, unless they
+/// have the value that changes nothing.
+fn refuse_what_is_not_supported(fields: Fields<'_>) -> Result<(), ApiError> {
+    for name in ["frequency_penalty", "presence_penalty"] {
+        if fields.number(name, -2.0..=2.0)?.is_some_and(|penalty| penalty != 0.0) {
+            return Err(unsupported(name, "only 0 is accepted"));
+        }
+    }
+    if fields.object("logit_bias")?.is_some_and(|bias| !bias.is_empty()) {
+        return Err(unsupported("logit_bias", "only {} is accepted"));
+    }
+    let Some(format) = fields.object("response_format")? else { return Ok(()) };
+    match Fields::new(format).string("type")? {
+        Some("text") => Ok(()),
+        Some(kind @ ("json_object" | "json_schema")) => Err(unsupported(
+            "response_format",
+            &format!("`{kind}` needs constrained decoding; use {{\"type\": \"text\"}}"),
+        )),
+        _ => Err(ApiError::invalid("response_format", "response_format.type must be \"text\"")),
+    }
+}
+
+/// The error for something that is valid, but not offered.
+pub(crate) fn unsupported(param: &str, hint: &str) -> ApiError {
+    ApiError::invalid(param, format!("{param} is not supported yet: {hint}"))
+}
+
+fn sampling(fields: Fields<'_>) -> Result<SamplingParams, ApiError> {
+    let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0) as f32;
+    let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(1.0) as f32;
+    // -1 is the customary spelling of "all" beside 0.
+    let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?.unwrap_or(0).max(0) as usize;
+    let min_p = fields.number("min_p", 0.0..=1.0)?.unwrap_or(0.0) as f32;
+    let seed = seed(fields)?.unwrap_or_else(random_u64);
+    // The smallest nucleus is the likeliest token alone.
+    let temperature = if top_p == 0.0 { 0.0 } else { temperature };
+    let top_p = if top_p == 0.0 { 1.0 } else { top_p };
+    Ok(SamplingParams { temperature, top_k, top_p, min_p, seed })
+}
+
+fn seed(fields: Fields<'_>) -> Result<Option<u64>, ApiError> {
+    let Some(value) = fields.get("seed") else { return Ok(None) };
+    let bits = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
+    bits.map(Some).ok_or_else(|| mismatch("seed", "a whole number of at most 64 bits", value))
+}
+
+/// A number nobody can predict; enough for seeds and ids, not for keys.
+pub(crate) fn random_u64() -> u64 {
+    // Each `RandomState` has fresh keys, and the first of a thread come from the system.
+    RandomState::new().hash_one(0)
+}
+
+fn max_tokens(fields: Fields<'_>) -> Result<Option<usize>, ApiError> {
+    // `max_completion_tokens` is the newer name and wins.
+    let newer = fields.integer("max_completion_tokens", 1..=i64::MAX)?;
+    let older = fields.integer("max_tokens", 1..=i64::MAX)?;
+    Ok(newer.or(older).map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX)))
+}
+
+fn stop_strings(fields: Fields<'_>) -> Result<Vec<String>, ApiError> {
+    let Some(value) = fields.get("stop") else { return Ok(Vec::new()) };
+    let strings: Option<Vec<String>> = match value {
+        Value::String(stop) => Some(vec![stop.clone()]),
+        Value::Array(stops) => stops.iter().map(|stop| stop.as_str().map(str::to_owned)).collect(),
+        _ => None,
+    };
+    let acceptable = |strings: &Vec<String>| {
+        strings.len() <= STOP_STRINGS_MAX
+            && strings.iter().all(|stop| (1..=STOP_BYTES_MAX).contains(&stop.len()))
+    };
+    strings.filter(acceptable).ok_or_else(|| {
+        let expected = format!(
+            "a string or an array of at most {STOP_STRINGS_MAX} strings, each of 1 to \
+             {STOP_BYTES_MAX} bytes"
+        );
+        mismatch("stop", &expected, value)
+    })
+}
+
+fn stream_options(fields: Fields<'_>) -> Result<Option<StreamOptions>, ApiError> {
+    let include_usage = match fields.object("stream_options")? {
+        Some(options) => Fields::new(options).boolean("include_usage")?.unwrap_or(false),
+        None => false,
+    };
+    let streamed = fields.boolean("stream")?.unwrap_or(false);
+    Ok(streamed.then_some(StreamOptions { include_usage }))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(body: Value) -> Result<Params, ApiError> {
+        Params::read(Fields::new(body.as_object().unwrap()), &ServerConfig::new("m"))
+    }
+
+    #[test]
+    fn defaults_are_openais() {
+        let params = read(json!({})).unwrap();
+        assert_eq!(params.n, 1);
+        assert_eq!(params.sampling.temperature, 1.0);
+        assert_eq!(params.sampling.top_p, 1.0);
+        assert_eq!(params.sampling.top_k, 0);
+        assert_eq!(params.max_tokens, None);
+        assert!(params.stream.is_none());
+    }
+
+    #[test]
+    fn the_newer_name_of_max_tokens_wins() {
+        let params = read(json!({"max_tokens": 5, "max_completion_tokens": 7})).unwrap();
+        assert_eq!(params.max_tokens, Some(7));
+    }
+
+    #[test]
+    fn negative_seeds_are_kept_bit_by_bit() {
+        assert_eq!(read(json!({"seed": -1})).unwrap().sampling.seed, u64::MAX);
+        assert_eq!(read(json!({"seed": u64::MAX})).unwrap().sampling.seed, u64::MAX);
+    }
+
+    #[test]
+    fn absent_seeds_differ() {
+        let seed = || read(json!({})).unwrap().sampling.seed;
+        assert_ne!(seed(), seed());
+    }
+
+    #[test]
+    fn an_empty_nucleus_is_greedy() {
+        let sampling = read(json!({"top_p": 0})).unwrap().sampling;
+        assert_eq!((sampling.temperature, sampling.top_p), (0.0, 1.0));
+    }
+
+    #[test]
+    fn neutral_values_of_unsupported_parameters_pass() {
+        read(json!({
+            "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
+            "response_format": {"type": "text"}, "user": "u", "unheard_of": [1],
+        }))
+        .unwrap();
+    }
+}
