@@ -1,0 +1,103 @@
+//! Options that several commands share.
+
+use anyhow::{Result, bail};
+use clap::Args;
+use yunta_model::{Dims, Plan};
+
+/// Which model, and how it is cut.
+#[derive(Args, Clone)]
+pub(crate) struct ModelArgs {
+    /// A GGUF file, a Hugging Face folder, a repository (org/name), or a short name (smollm2)
+    pub(crate) model: String,
+    #[command(flatten)]
+    pub(crate) cut: CutArgs,
+    /// Compute threads per rank [default: cores divided by ranks]
+    #[arg(long, short = 't')]
+    pub(crate) threads: Option<usize>,
+    /// Tokens per sequence, prompt and answer together [default: the model's, at most 8192]
+    #[arg(long)]
+    pub(crate) context: Option<usize>,
+    /// Sequences computed at once
+    #[arg(long, default_value_t = 4)]
+    pub(crate) slots: usize,
+    /// Tokens per step: prompts are computed in chunks of so many
+    #[arg(long, default_value_t = 512, visible_alias = "prefill-step-size")]
+    pub(crate) step_tokens: usize,
+    /// Compute in 32-bit floating point throughout (slower; for comparisons)
+    #[arg(long)]
+    pub(crate) float32: bool,
+    /// Seconds within which each exchange between ranks must happen, else a rank counts as lost
+    #[arg(long, default_value_t = 60)]
+    pub(crate) step_timeout: u64,
+}
+
+/// How a model is cut over local processes.
+#[derive(Args, Clone, Default)]
+pub(crate) struct CutArgs {
+    /// Cut every layer over so many local processes (tensor parallelism)
+    #[arg(long, visible_alias = "local-ranks", value_name = "N")]
+    pub(crate) tensor: Option<usize>,
+    /// Cut the layers into so many stages of `--tensor` processes each (alone: one process each)
+    #[arg(
+        long,
+        value_name = "M",
+        num_args = 0..=1,
+        require_equals = false,
+        default_missing_value = "2"
+    )]
+    pub(crate) pipeline: Option<usize>,
+    /// Uneven cut within each stage, as proportions: 2,1,1
+    #[arg(long, value_delimiter = ',', value_name = "SHARES")]
+    pub(crate) tensor_shares: Option<Vec<f64>>,
+    /// Uneven cut into stages, as proportions: 2,1
+    #[arg(long, value_delimiter = ',', value_name = "SHARES")]
+    pub(crate) pipeline_shares: Option<Vec<f64>>,
+}
+
+impl CutArgs {
+    /// The plan for a model of these dimensions.
+    pub(crate) fn plan(&self, dims: &Dims) -> Result<Plan> {
+        let shares = |n: Option<usize>, shares: &Option<Vec<f64>>, what: &str| {
+            Ok(match (n, shares) {
+                (Some(n), Some(s)) if n != s.len() => {
+                    bail!("--{what} {n} does not go with {} --{what}-shares", s.len())
+                }
+                (_, Some(s)) => s.clone(),
+                (n, None) => vec![1.0; n.unwrap_or(1)],
+            })
+        };
+        let tensor = shares(self.tensor, &self.tensor_shares, "tensor")?;
+        let pipeline = shares(self.pipeline, &self.pipeline_shares, "pipeline")?;
+        let ranks = tensor.len() * pipeline.len();
+        if ranks > 64 {
+            bail!("{ranks} local ranks are too many: 64 is the most");
+        }
+        Ok(Plan::weighted(dims, &tensor, &pipeline)?)
+    }
+}
+
+/// How tokens are chosen.
+#[derive(Args, Clone)]
+pub(crate) struct SamplingArgs {
+    /// 0 always takes the likeliest token
+    #[arg(long, alias = "temp", default_value_t = 0.7)]
+    pub(crate) temperature: f32,
+    /// Choose among the likeliest tokens whose probabilities add up to this
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) top_p: f32,
+    /// Choose among so many of the likeliest tokens (0: all)
+    #[arg(long, default_value_t = 0)]
+    pub(crate) top_k: usize,
+    /// Drop tokens less likely than this times the likeliest
+    #[arg(long, default_value_t = 0.0)]
+    pub(crate) min_p: f32,
+    /// Seed of the random draws [default: a random one]
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Most tokens to generate
+    #[arg(long, short = 'm', default_value_t = 512)]
+    pub(crate) max_tokens: usize,
+    /// Go on behind the end-of-sequence token
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+}
