@@ -188,15 +188,9 @@ impl Group {
             self.reduce_scatter(data, &counts, &mut part, op)?;
             return self.all_gather(&part, &counts, data);
         }
-        let mut parts = vec![vec![T::zeroed(); data.len()]; n - 1];
         let own = data.to_vec();
         let sends = self.others().map(|peer| (peer, cast_slice(&own))).collect();
-        let peers: Vec<usize> = self.others().collect();
-        let receives = parts.iter_mut().zip(&peers).map(|(p, peer)| (*peer, cast_slice_mut(p)));
-        self.exchange(Operation::AllReduce, sends, receives.collect())?;
-        let in_order = in_rank_order(self.rank, &own, &parts);
-        reduce(&in_order, data, op);
-        Ok(())
+        self.reduce_received(Operation::AllReduce, sends, &own, data, op)
     }
 
     /// Brings `counts[rank]` elements of each member to all of them, one after the other.
@@ -211,17 +205,7 @@ impl Group {
     ) -> Result<(), CommError> {
         let operation = Operation::AllGather;
         self.check_counts(operation, mine.len(), counts, out.len())?;
-        let mut receives = Vec::new();
-        let mut rest = out;
-        for (peer, count) in counts.iter().enumerate() {
-            let Some((part, next)) = rest.split_at_mut_checked(*count) else { break };
-            rest = next;
-            if peer == self.rank {
-                part.copy_from_slice(mine);
-            } else {
-                receives.push((peer, cast_slice_mut(part)));
-            }
-        }
+        let receives = self.places(mine, counts, out);
         let sends = self.others().map(|peer| (peer, cast_slice(mine))).collect();
         self.exchange(operation, sends, receives)
     }
@@ -251,13 +235,7 @@ impl Group {
                 sends.push((peer, cast_slice(part)));
             }
         }
-        let mut parts = vec![vec![T::zeroed(); out.len()]; self.size() - 1];
-        let peers: Vec<usize> = self.others().collect();
-        let receives = parts.iter_mut().zip(&peers).map(|(p, peer)| (*peer, cast_slice_mut(p)));
-        self.exchange(operation, sends, receives.collect())?;
-        let in_order = in_rank_order(self.rank, own, &parts);
-        reduce(&in_order, out, op);
-        Ok(())
+        self.reduce_received(operation, sends, own, out, op)
     }
 
     /// Brings `counts[rank]` elements of each member to `root`, one after the other; only there
@@ -281,17 +259,9 @@ impl Group {
             return self.exchange(operation, sends, Vec::new());
         }
         self.check_counts(operation, mine.len(), counts, out.len())?;
-        let mut receives = Vec::new();
-        let mut rest = out;
-        for (peer, count) in counts.iter().enumerate() {
-            let Some((part, next)) = rest.split_at_mut_checked(*count) else { break };
-            rest = next;
-            if peer == self.rank {
-                part.copy_from_slice(mine);
-            } else if *count > 0 {
-                receives.push((peer, cast_slice_mut(part)));
-            }
-        }
+        let mut receives = self.places(mine, counts, out);
+        // Who has nothing sends nothing.
+        receives.retain(|(_, part)| !part.is_empty());
         self.exchange(operation, Vec::new(), receives)
     }
 
@@ -412,6 +382,45 @@ impl Group {
         }
         let reason = format!("counts {counts:?} do not fit {mine} elements of {all} on this rank");
         Err(CommError::Arguments { operation, reason })
+    }
+
+    /// Where the others' data goes in `out`, which holds `counts[rank]` elements of each member;
+    /// this rank's own are put there.
+    fn places<'a, T: Element>(
+        &self,
+        mine: &[T],
+        counts: &[usize],
+        out: &'a mut [T],
+    ) -> Vec<(usize, &'a mut [u8])> {
+        let mut places = Vec::new();
+        let mut rest = out;
+        for (peer, count) in counts.iter().enumerate() {
+            let Some((part, next)) = rest.split_at_mut_checked(*count) else { break };
+            rest = next;
+            if peer == self.rank {
+                part.copy_from_slice(mine);
+            } else {
+                places.push((peer, cast_slice_mut(part)));
+            }
+        }
+        places
+    }
+
+    /// Sends, receives as much as `out` holds from each other member, and folds that with `own` in
+    /// rank order.
+    fn reduce_received<T: Element>(
+        &mut self,
+        operation: Operation,
+        sends: Vec<(usize, &[u8])>,
+        own: &[T],
+        out: &mut [T],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let mut parts = vec![vec![T::zeroed(); out.len()]; self.size() - 1];
+        let receives = self.others().zip(&mut parts).map(|(peer, p)| (peer, cast_slice_mut(p)));
+        self.exchange(operation, sends, receives.collect())?;
+        reduce(&in_rank_order(self.rank, own, &parts), out, op);
+        Ok(())
     }
 
     fn exchange(
