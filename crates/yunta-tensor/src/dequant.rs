@@ -4,6 +4,7 @@
 //!
 //! Source: `ggml-common.h` (block layouts) and `ggml-quants.c` of the ggml project.
 
+use crate::error::check_row;
 use crate::{DType, TensorError};
 use half::{bf16, f16};
 
@@ -51,12 +52,7 @@ pub(crate) fn q3k_scales(packed: &[u8]) -> [i8; 16] {
 /// [`TensorError::RowBytes`] if `bytes` is not exactly that row, [`TensorError::NotAWeight`] for
 /// integer types.
 pub fn dequantise_row(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), TensorError> {
-    let expected =
-        dtype.row_bytes(out.len()).ok_or(TensorError::NotAWeight { dtype, cols: out.len() })?;
-    if bytes.len() != expected {
-        let (cols, got) = (out.len(), bytes.len());
-        return Err(TensorError::RowBytes { dtype, cols, expected, got });
-    }
+    check_row(dtype, out.len(), bytes.len())?;
     let block: fn(&[u8], &mut [f32]) = match dtype {
         DType::F64 => |b, o| {
             o[0] = f64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]) as f32;

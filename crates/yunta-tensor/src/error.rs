@@ -2,6 +2,16 @@
 
 use crate::DType;
 
+/// The bytes of a row of `cols` elements must be so many.
+///
+/// # Errors
+/// [`TensorError::NotAWeight`] if no row of that length exists, [`TensorError::RowBytes`] if it has
+/// another size.
+pub(crate) fn check_row(dtype: DType, cols: usize, got: usize) -> Result<(), TensorError> {
+    let expected = dtype.row_bytes(cols).ok_or(TensorError::NotAWeight { dtype, cols })?;
+    if got == expected { Ok(()) } else { Err(TensorError::RowBytes { dtype, cols, expected, got }) }
+}
+
 /// Errors of this crate. All are caused by data from outside (a model file that disagrees with
 /// its own description) or by the system refusing a resource.
 #[derive(Debug, thiserror::Error)]

@@ -5,6 +5,7 @@
 //! Packing works on this one form.
 
 use crate::dequant::{self, f16_at};
+use crate::error::check_row;
 use crate::{DType, TensorError};
 
 /// How the codes of a format are held in packed weights.
@@ -64,10 +65,7 @@ impl Groups {
     /// Fills from the bytes of one row.
     pub(crate) fn decode(&mut self, dtype: DType, bytes: &[u8]) -> Result<(), TensorError> {
         let cols = self.codes.len();
-        let expected = dtype.row_bytes(cols).ok_or(TensorError::NotAWeight { dtype, cols })?;
-        if bytes.len() != expected {
-            return Err(TensorError::RowBytes { dtype, cols, expected, got: bytes.len() });
-        }
+        check_row(dtype, cols, bytes.len())?;
         let block: fn(&[u8], Block<'_>) = match dtype {
             DType::Q4_0 => q4_0,
             DType::Q4_1 => q4_1,

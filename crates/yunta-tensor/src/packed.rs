@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use half::{bf16, f16};
 
 use crate::dequant::dequantise_row;
+use crate::error::check_row;
 use crate::groups::{GroupForm, Groups};
 use crate::kernels::dense::Element;
 use crate::kernels::int;
@@ -183,10 +184,7 @@ impl Packer<'_> {
     fn row(&self, r: usize) -> Result<(&[u8], usize, usize), TensorError> {
         let (dtype, cols) = (self.source.dtype(), self.source.cols());
         let bytes = self.source.row(r).map_err(TensorError::Source)?;
-        let expected = dtype.row_bytes(cols).ok_or(TensorError::NotAWeight { dtype, cols })?;
-        if bytes.len() != expected {
-            return Err(TensorError::RowBytes { dtype, cols, expected, got: bytes.len() });
-        }
+        check_row(dtype, cols, bytes.len())?;
         let n = dtype.block_elements();
         let blocks = self.slice.cols.start / n..self.slice.cols.end.div_ceil(n);
         let part = &bytes[blocks.start * dtype.block_bytes()..blocks.end * dtype.block_bytes()];
