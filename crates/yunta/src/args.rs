@@ -4,16 +4,34 @@ use anyhow::{Result, bail};
 use clap::Args;
 use yunta_model::{Dims, Plan};
 
-/// Which model, and how it is cut.
+/// Which model, how it is cut, and how it computes.
 #[derive(Args, Clone)]
-pub(crate) struct ModelArgs {
+pub(crate) struct ComputeArgs {
     /// A GGUF file, a Hugging Face folder, a repository (org/name), or a short name (smollm2)
     pub(crate) model: String,
     #[command(flatten)]
     pub(crate) cut: CutArgs,
     /// Compute threads per rank [default: cores divided by ranks]
     #[arg(long, short = 't')]
-    pub(crate) threads: Option<usize>,
+    threads: Option<usize>,
+    /// Compute in 32-bit floating point throughout (slower; for comparisons)
+    #[arg(long)]
+    pub(crate) float32: bool,
+}
+
+impl ComputeArgs {
+    /// Compute threads of each of so many ranks: what was asked for, or the cores shared out.
+    pub(crate) fn threads(&self, ranks: usize) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
+        self.threads.unwrap_or_else(|| cores() / ranks.max(1)).max(1)
+    }
+}
+
+/// How a model serves requests.
+#[derive(Args, Clone)]
+pub(crate) struct ModelArgs {
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
     /// Tokens per sequence, prompt and answer together [default: the model's, at most 8192]
     #[arg(long)]
     pub(crate) context: Option<usize>,
@@ -23,9 +41,6 @@ pub(crate) struct ModelArgs {
     /// Tokens per step: prompts are computed in chunks of so many
     #[arg(long, default_value_t = 512, visible_alias = "prefill-step-size")]
     pub(crate) step_tokens: usize,
-    /// Compute in 32-bit floating point throughout (slower; for comparisons)
-    #[arg(long)]
-    pub(crate) float32: bool,
     /// Seconds within which each exchange between ranks must happen, else a rank counts as lost
     #[arg(long, default_value_t = 60)]
     pub(crate) step_timeout: u64,

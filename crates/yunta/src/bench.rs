@@ -8,17 +8,15 @@ use clap::Args;
 use serde_json::{Value, json};
 use yunta_engine::{Engine, Request, SamplingParams};
 
-use crate::args::{CutArgs, ModelArgs};
+use crate::args::{ComputeArgs, ModelArgs};
 use crate::session::{self, Outcome};
 use crate::start;
 
 /// Arguments of `yunta bench`.
 #[derive(Args)]
 pub(crate) struct BenchArgs {
-    /// A GGUF file, a Hugging Face folder, a repository (org/name), or a short name (smollm2)
-    model: String,
     #[command(flatten)]
-    cut: CutArgs,
+    compute: ComputeArgs,
     /// Tokens of the prompt
     #[arg(long, short = 'p', default_value_t = 512)]
     prompt_tokens: usize,
@@ -37,12 +35,6 @@ pub(crate) struct BenchArgs {
     /// Tokens per step: prompts are computed in chunks of so many
     #[arg(long, default_value_t = 512)]
     prefill_step_size: usize,
-    /// Compute threads per rank [default: cores divided by ranks]
-    #[arg(long, short = 't')]
-    threads: Option<usize>,
-    /// Compute in 32-bit floating point throughout
-    #[arg(long)]
-    float32: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -60,13 +52,10 @@ pub(crate) fn run(args: BenchArgs) -> Result<ExitCode> {
     }
     let context = args.depth + args.prompt_tokens + args.generation_tokens.max(1) + 1;
     let prepared = start::prepare(&ModelArgs {
-        model: args.model.clone(),
-        cut: args.cut.clone(),
-        threads: args.threads,
+        compute: args.compute.clone(),
         context: Some(context),
         slots: args.batch_size,
         step_tokens: args.prefill_step_size,
-        float32: args.float32,
         step_timeout: 600,
     })?;
     let vocab = yunta_model::dims(&prepared.checkpoint)?.vocab;
@@ -172,7 +161,7 @@ fn report(args: &BenchArgs, prepared: &start::Prepared, trials: &[Trial], memory
         })
     };
     json!({
-        "model": args.model,
+        "model": args.compute.model,
         "prompt_tokens": args.prompt_tokens,
         "generation_tokens": args.generation_tokens,
         "batch_size": args.batch_size,

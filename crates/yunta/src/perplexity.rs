@@ -11,28 +11,20 @@ use yunta_checkpoint::Checkpoint;
 use yunta_engine::{LocalConfig, LocalModel, perplexity};
 use yunta_tensor::Precision;
 
-use crate::args::CutArgs;
+use crate::args::ComputeArgs;
 use crate::start;
 
 /// Arguments of `yunta perplexity`.
 #[derive(Args)]
 pub(crate) struct PerplexityArgs {
-    /// A GGUF file, a Hugging Face folder, a repository (org/name), or a short name (smollm2)
-    model: String,
     #[command(flatten)]
-    cut: CutArgs,
+    compute: ComputeArgs,
     /// The text
     #[arg(long, short = 'f')]
     file: PathBuf,
     /// Tokens per chunk; the second half of each is scored
     #[arg(long, short = 'c', default_value_t = 512)]
     context: usize,
-    /// Compute threads per rank [default: cores divided by ranks]
-    #[arg(long, short = 't')]
-    threads: Option<usize>,
-    /// Compute in 32-bit floating point throughout
-    #[arg(long)]
-    float32: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -41,12 +33,12 @@ pub(crate) struct PerplexityArgs {
 pub(crate) fn run(args: PerplexityArgs) -> Result<ExitCode> {
     let text = std::fs::read_to_string(&args.file)
         .with_context(|| format!("can't read {}", args.file.display()))?;
-    let checkpoint = Checkpoint::open(&start::find_model(&args.model)?)?;
+    let checkpoint = Checkpoint::open(&start::find_model(&args.compute.model)?)?;
     let tokenizer = checkpoint.tokenizer()?;
     let tokens = tokenizer.encode(&text, true)?;
-    let plan = args.cut.plan(&yunta_model::dims(&checkpoint)?)?;
-    let threads = args.threads.unwrap_or_else(|| start::threads_per_rank(plan.size()));
-    let precision = if args.float32 { Precision::Float32 } else { Precision::Fast };
+    let plan = args.compute.cut.plan(&yunta_model::dims(&checkpoint)?)?;
+    let threads = args.compute.threads(plan.size());
+    let precision = if args.compute.float32 { Precision::Float32 } else { Precision::Fast };
     let config = LocalConfig { plan, slots: 1, context: args.context, threads, precision };
     let mut model = LocalModel::load(&checkpoint, &config)?;
     // As llama-perplexity: every chunk starts with BOS if the model's prompts do.

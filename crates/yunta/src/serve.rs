@@ -42,7 +42,8 @@ pub(crate) fn run(args: ServeArgs) -> Result<ExitCode> {
         .with_context(|| format!("can't listen on {address}"))?;
     let local = listener.local_addr()?;
     let instance = Arc::new(start::launch(&prepared)?);
-    let name = args.served_name.unwrap_or_else(|| yunta_hub::served_name(&args.model.model));
+    let name =
+        args.served_name.unwrap_or_else(|| yunta_hub::served_name(&args.model.compute.model));
     announce(&name, local, prepared.config.plan.size());
     let config = ServerConfig { api_key: args.api_key.map(ApiKey::new), ..ServerConfig::new(name) };
     let state = ApiState::new(config, instance.clone(), Arc::new(text));

@@ -38,10 +38,10 @@ pub(crate) struct Prepared {
 
 /// Opens the model and plans its cut.
 pub(crate) fn prepare(args: &ModelArgs) -> Result<Prepared> {
-    let path = find_model(&args.model)?;
+    let path = find_model(&args.compute.model)?;
     let checkpoint = Checkpoint::open(&path)?;
     let dims = yunta_model::dims(&checkpoint)?;
-    let plan = args.cut.plan(&dims)?;
+    let plan = args.compute.cut.plan(&dims)?;
     let ranks = plan.size();
     let config = InstanceConfig {
         program: std::env::current_exe().context("where this program lies is not known")?,
@@ -51,17 +51,11 @@ pub(crate) fn prepare(args: &ModelArgs) -> Result<Prepared> {
         context: args.context.unwrap_or(dims.context.min(CONTEXT_DEFAULT_MAX)),
         step_tokens: args.step_tokens.max(1),
         queue: QUEUE,
-        threads: args.threads.unwrap_or_else(|| threads_per_rank(ranks)).max(1),
-        float32: args.float32,
+        threads: args.compute.threads(ranks),
+        float32: args.compute.float32,
         step_timeout: Duration::from_secs(args.step_timeout.max(1)),
     };
     Ok(Prepared { checkpoint, config })
-}
-
-/// Cores, shared out.
-pub(crate) fn threads_per_rank(ranks: usize) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    (cores / ranks.max(1)).max(1)
 }
 
 /// Starts the ranks and waits until a token has gone through them, with a progress bar.
