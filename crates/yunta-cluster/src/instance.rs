@@ -61,7 +61,6 @@ struct Public {
     dead: Option<String>,
     state: String,
     epoch: u64,
-    pids: Vec<u32>,
     /// Per rank, bytes of weights loaded so far in this epoch.
     loaded: Vec<u64>,
     /// Per rank, answers to the last question for memory.
@@ -177,11 +176,6 @@ impl Instance {
                 public.state
             ))),
         }
-    }
-
-    /// Process ids of the ranks, in rank order.
-    pub fn pids(&self) -> Vec<u32> {
-        self.watch.lock().pids.clone()
     }
 
     /// The greatest resident set of each rank so far, in bytes; empty if a rank does not answer
@@ -402,7 +396,6 @@ impl Manager {
             })
             .map_err(ClusterError::Gateway)?;
         let processes = Processes::spawn(&self.config.program, assignments, &sender)?;
-        self.watch.update(|p| p.pids = processes.pids());
         self.processes = Some(processes);
         Ok(())
     }
@@ -456,7 +449,6 @@ impl Manager {
         self.processes = None;
         self.watch.update(|p| {
             p.ready = false;
-            p.pids.clear();
             p.state = format!("restarting: {cause}");
         });
         let (kept, ended) = self.gateway.ranks_lost(&format!("the model was interrupted: {cause}"));

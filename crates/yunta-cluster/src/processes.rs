@@ -86,11 +86,6 @@ impl Processes {
             }
         }
     }
-
-    /// Process ids, in rank order.
-    pub(crate) fn pids(&self) -> Vec<u32> {
-        self.workers.iter().map(|w| w.pid).collect()
-    }
 }
 
 impl Drop for Processes {

@@ -96,11 +96,6 @@ impl CpuBackend {
         Ok(Self { pool: Pool::new(threads)?, isa, precision })
     }
 
-    /// The instruction set in use.
-    pub fn instruction_set(&self) -> InstructionSet {
-        self.isa
-    }
-
     /// Runs independent jobs on all threads.
     ///
     /// # Safety
