@@ -1,11 +1,16 @@
 //! The boundary between model code and the device that computes.
 
+use serde::{Deserialize, Serialize};
+
 use crate::{Slice, TensorError, WeightSource};
 
+/// Positions in a block of a key-value cache.
+pub const KV_BLOCK: usize = crate::kernels::kv::BLOCK;
+
 /// Consecutive tokens of one sequence within a step.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
-    /// The sequence's slot in the KV cache.
+    /// The sequence's table of blocks in the KV cache.
     pub slot: usize,
     /// Position of the first token.
     pub position: usize,
@@ -22,10 +27,44 @@ pub struct CacheShape {
     pub kv_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
-    /// Sequences held at once.
-    pub slots: usize,
-    /// Tokens per sequence at most.
-    pub context: usize,
+    /// Blocks of [`KV_BLOCK`] positions.
+    pub blocks: usize,
+    /// How keys and values are kept.
+    pub kind: KvType,
+}
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KvType {
+    /// 4 bytes.
+    F32,
+    /// 2 bytes.
+    F16,
+    /// 1 byte, and a scale for every 32 elements of a position's head.
+    I8,
+}
+
+/// A change to the tables and blocks of a cache. All ranks make the same ones in the same order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CacheEdit {
+    /// Keeps the first `keep` blocks of a slot's table, and appends `blocks`.
+    Table {
+        /// The slot.
+        slot: usize,
+        /// Blocks that stay.
+        keep: usize,
+        /// Blocks that follow them.
+        blocks: Vec<u32>,
+    },
+    /// Copies a block's contents to another, in all layers.
+    Copy {
+        /// Source.
+        from: u32,
+        /// Destination.
+        to: u32,
+    },
 }
 
 /// How attention looks back.
@@ -75,8 +114,28 @@ pub trait Backend: Send {
     /// Moves values from the device, row by row.
     fn to_host(&mut self, x: &Self::Tensor) -> Vec<f32>;
 
-    /// Makes an empty key-value cache; memory is taken as sequences grow.
+    /// Makes an empty key-value cache; memory is taken when a block is first written.
     fn cache(&mut self, shape: CacheShape) -> Self::Cache;
+
+    /// Changes tables or blocks.
+    ///
+    /// # Errors
+    /// [`TensorError::NoSuchBlock`].
+    fn edit(&mut self, cache: &mut Self::Cache, edit: &CacheEdit) -> Result<(), TensorError>;
+
+    /// A block's contents in all layers, as bytes that only a cache of the same shape reads.
+    fn export(&mut self, cache: &Self::Cache, block: u32) -> Vec<u8>;
+
+    /// Fills a block with what [`Backend::export`] gave.
+    ///
+    /// # Errors
+    /// [`TensorError::NoSuchBlock`], or [`TensorError::BlockBytes`] if it is of another shape.
+    fn import(
+        &mut self,
+        cache: &mut Self::Cache,
+        block: u32,
+        bytes: &[u8],
+    ) -> Result<(), TensorError>;
 
     /// Rows of an embedding table; `None` gives a row of zeros (another rank owns that token).
     fn embed(&mut self, table: &Self::Weight, rows: &[Option<usize>]) -> Self::Tensor;
@@ -107,7 +166,8 @@ pub trait Backend: Send {
     /// Appends keys and values of the spans to the cache and attends to all before them.
     ///
     /// # Errors
-    /// [`TensorError::CacheFull`] if a span goes beyond the context.
+    /// [`TensorError::CacheFull`] if a span goes beyond its table, [`TensorError::EmptyBlock`] if
+    /// it looks back on what was never written.
     #[allow(clippy::too_many_arguments)]
     fn attend(
         &mut self,
@@ -126,9 +186,9 @@ pub trait Backend: Send {
     /// Some rows of a tensor.
     fn rows(&mut self, x: &Self::Tensor, rows: &[usize]) -> Self::Tensor;
 
-    /// Forgets a sequence.
-    fn clear(&mut self, cache: &mut Self::Cache, slot: usize);
-
     /// Bytes that a cache holds now.
     fn cache_bytes(&self, cache: &Self::Cache) -> usize;
+
+    /// Bytes of one block in all layers.
+    fn block_bytes(&self, cache: &Self::Cache) -> usize;
 }

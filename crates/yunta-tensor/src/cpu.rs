@@ -1,8 +1,6 @@
 //! The backend that computes on this processor.
 
-use half::f16;
-
-use crate::kernels::attention::{Attend, BLOCK, KvBlock};
+use crate::cache::CpuCache;
 use crate::kernels::dense::{DenseLinear, Element};
 use crate::kernels::int::{IntLinear, Out, QuantRows, Quantise};
 use crate::kernels::rows::{self, RmsNorm, SiluMul};
@@ -11,7 +9,8 @@ use crate::kernels::{InstructionSet, dispatch};
 use crate::packed::Data;
 use crate::pool::Pool;
 use crate::{
-    Attention, Backend, CacheShape, PackedWeight, Precision, Slice, Span, TensorError, WeightSource,
+    Attention, Backend, CacheEdit, CacheShape, PackedWeight, Precision, Slice, Span, TensorError,
+    WeightSource,
 };
 
 /// Activations in memory: `[rows, cols]`, row-major.
@@ -23,18 +22,14 @@ pub struct CpuTensor {
     cols: usize,
 }
 
-/// Key-value caches of a rank.
-pub struct CpuCache {
-    shape: CacheShape,
-    blocks: CacheBlocks,
-}
+impl CpuTensor {
+    pub(crate) fn values(&self) -> &[f32] {
+        &self.values
+    }
 
-/// `[layer][slot][block]`
-type Blocks<T> = Vec<Vec<Vec<KvBlock<T>>>>;
-
-enum CacheBlocks {
-    F32(Blocks<f32>),
-    F16(Blocks<f16>),
+    pub(crate) fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
 }
 
 /// The CPU backend.
@@ -42,18 +37,6 @@ pub struct CpuBackend {
     pool: Pool,
     isa: InstructionSet,
     precision: Precision,
-}
-
-/// A pointer that threads write disjoint elements through.
-#[derive(Clone, Copy)]
-struct Disjoint<T>(*mut T);
-// SAFETY: every user writes elements that no other thread touches.
-unsafe impl<T> Sync for Disjoint<T> {}
-
-impl<T> Disjoint<T> {
-    fn get(&self) -> *mut T {
-        self.0
-    }
 }
 
 /// One weight's share of a parallel linear operation.
@@ -109,6 +92,25 @@ impl CpuBackend {
                 unsafe { dispatch(isa, &mut *job) };
             }
         });
+    }
+
+    /// Runs independent jobs, on all threads if they are worth it.
+    ///
+    /// # Safety
+    /// The jobs' own conditions must hold.
+    pub(crate) unsafe fn run_jobs<J: Job + Send>(&mut self, mut jobs: Vec<J>, parallel: bool) {
+        // SAFETY: the caller's.
+        unsafe {
+            if parallel {
+                self.run_all(jobs);
+            } else {
+                jobs.iter_mut().for_each(|job| dispatch(self.isa, job));
+            }
+        }
+    }
+
+    pub(crate) fn threads(&self) -> usize {
+        self.pool.threads()
     }
 
     /// Rows per job so that each thread gets a few jobs, but none of trifling size.
@@ -224,14 +226,24 @@ impl Backend for CpuBackend {
     }
 
     fn cache(&mut self, shape: CacheShape) -> CpuCache {
-        fn empty<T>(shape: CacheShape) -> Blocks<T> {
-            (0..shape.layers).map(|_| (0..shape.slots).map(|_| Vec::new()).collect()).collect()
-        }
-        let blocks = match self.precision {
-            Precision::Fast => CacheBlocks::F16(empty(shape)),
-            Precision::Float32 => CacheBlocks::F32(empty(shape)),
-        };
-        CpuCache { shape, blocks }
+        CpuCache::new(shape)
+    }
+
+    fn edit(&mut self, cache: &mut CpuCache, edit: &CacheEdit) -> Result<(), TensorError> {
+        cache.edit(edit)
+    }
+
+    fn export(&mut self, cache: &CpuCache, block: u32) -> Vec<u8> {
+        cache.export(block)
+    }
+
+    fn import(
+        &mut self,
+        cache: &mut CpuCache,
+        block: u32,
+        bytes: &[u8],
+    ) -> Result<(), TensorError> {
+        cache.import(block, bytes)
     }
 
     fn embed(&mut self, table: &PackedWeight, rows: &[Option<usize>]) -> CpuTensor {
@@ -323,13 +335,8 @@ impl Backend for CpuBackend {
         v: &CpuTensor,
         how: &Attention,
     ) -> Result<CpuTensor, TensorError> {
-        let shape = cache.shape;
         let mut out = CpuTensor { values: vec![0.0; q.values.len()], rows: q.rows, cols: q.cols };
-        let plan = AttentionPlan { backend: self, shape, spans, how };
-        match &mut cache.blocks {
-            CacheBlocks::F32(blocks) => plan.run(&mut blocks[layer], q, k, v, &mut out)?,
-            CacheBlocks::F16(blocks) => plan.run(&mut blocks[layer], q, k, v, &mut out)?,
-        }
+        cache.attend(self, layer, spans, q, k, v, how, &mut out)?;
         Ok(out)
     }
 
@@ -352,141 +359,11 @@ impl Backend for CpuBackend {
         CpuTensor { values, rows: rows.len(), cols: x.cols }
     }
 
-    fn clear(&mut self, cache: &mut CpuCache, slot: usize) {
-        fn clear<T>(blocks: &mut Blocks<T>, slot: usize) {
-            for layer in blocks {
-                if let Some(sequence) = layer.get_mut(slot) {
-                    *sequence = Vec::new();
-                }
-            }
-        }
-        match &mut cache.blocks {
-            CacheBlocks::F32(blocks) => clear(blocks, slot),
-            CacheBlocks::F16(blocks) => clear(blocks, slot),
-        }
-    }
-
     fn cache_bytes(&self, cache: &CpuCache) -> usize {
-        let per_block = 2 * cache.shape.kv_heads * BLOCK * padded(cache.shape.head_dim);
-        let count = |blocks: usize, element: usize| blocks * per_block * element;
-        match &cache.blocks {
-            CacheBlocks::F32(b) => count(b.iter().flatten().map(Vec::len).sum(), 4),
-            CacheBlocks::F16(b) => count(b.iter().flatten().map(Vec::len).sum(), 2),
-        }
-    }
-}
-
-fn padded(head_dim: usize) -> usize {
-    head_dim.next_multiple_of(LANES)
-}
-
-struct AttentionPlan<'a> {
-    backend: &'a mut CpuBackend,
-    shape: CacheShape,
-    spans: &'a [Span],
-    how: &'a Attention,
-}
-
-impl AttentionPlan<'_> {
-    fn run<T: Element>(
-        self,
-        sequences: &mut [Vec<KvBlock<T>>],
-        q: &CpuTensor,
-        k: &CpuTensor,
-        v: &CpuTensor,
-        out: &mut CpuTensor,
-    ) -> Result<(), TensorError> {
-        let mut row = 0;
-        for span in self.spans {
-            let kv = row * k.cols..(row + span.tokens) * k.cols;
-            self.append(sequences, span, &k.values[kv.clone()], &v.values[kv])?;
-            row += span.tokens;
-        }
-        if self.how.heads == 0 {
-            return Ok(());
-        }
-        let out = Disjoint(out.values.as_mut_ptr());
-        let mut jobs = Vec::new();
-        row = 0;
-        for span in self.spans {
-            self.jobs(&sequences[span.slot], span, row, q, &out, &mut jobs);
-            row += span.tokens;
-        }
-        // The last rows of a long prompt cost the most: start with them.
-        jobs.reverse();
-        // SAFETY: `append` has filled the blocks of all rows; jobs own their rows and heads.
-        unsafe { self.backend.run_all(jobs) };
-        Ok(())
+        cache.bytes()
     }
 
-    fn append<T: Element>(
-        &self,
-        sequences: &mut [Vec<KvBlock<T>>],
-        span: &Span,
-        k: &[f32],
-        v: &[f32],
-    ) -> Result<(), TensorError> {
-        let (slot, capacity) = (span.slot, self.shape.context);
-        let full = TensorError::CacheFull { slot, capacity };
-        let Some(blocks) = sequences.get_mut(slot) else { return Err(full) };
-        let end = span.position + span.tokens;
-        if end > capacity {
-            return Err(full);
-        }
-        let (heads, head_dim) = (self.shape.kv_heads, self.shape.head_dim);
-        let dim = padded(head_dim);
-        while blocks.len() * BLOCK < end {
-            blocks.push(KvBlock::new(heads, dim));
-        }
-        let width = heads * head_dim;
-        if width == 0 {
-            return Ok(());
-        }
-        for (i, (k, v)) in k.chunks_exact(width).zip(v.chunks_exact(width)).enumerate() {
-            let at = span.position + i;
-            blocks[at / BLOCK].put(at % BLOCK, head_dim, dim, k, v);
-        }
-        Ok(())
-    }
-
-    /// One job per query head for single tokens, per group and 16 rows for chunks of a prompt
-    /// (which reuse the keys that they have in the cache).
-    fn jobs<'b, T: Element>(
-        &self,
-        blocks: &'b [KvBlock<T>],
-        span: &Span,
-        row: usize,
-        q: &'b CpuTensor,
-        out: &Disjoint<f32>,
-        jobs: &mut Vec<Attend<'b, T>>,
-    ) {
-        let how = self.how;
-        let rows_step = 16;
-        let mut head = 0;
-        while head < how.heads {
-            let kv_head = (how.first_in_group + head) / how.group;
-            let group_end = (kv_head + 1) * how.group - how.first_in_group;
-            let end = if span.tokens == 1 { head + 1 } else { group_end.min(how.heads) };
-            for first in (0..span.tokens).step_by(rows_step) {
-                jobs.push(Attend {
-                    queries: &q.values,
-                    out: out.get(),
-                    heads: how.heads,
-                    head_dim: self.shape.head_dim,
-                    dim: padded(self.shape.head_dim),
-                    blocks,
-                    kv_head,
-                    rows: row + first..row + (first + rows_step).min(span.tokens),
-                    position: span.position + first,
-                    query_heads: head..end,
-                    scale: how.scale,
-                    window: how.window,
-                });
-            }
-            head = end;
-        }
+    fn block_bytes(&self, cache: &CpuCache) -> usize {
+        cache.block_bytes()
     }
 }
-
-// SAFETY: a job writes its own rows and heads of `out`, and only reads the rest.
-unsafe impl<T: Element> Send for Attend<'_, T> {}

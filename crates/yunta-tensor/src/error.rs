@@ -49,13 +49,37 @@ pub enum TensorError {
     /// The source of a weight failed.
     #[error("{0}")]
     Source(String),
-    /// Memory for a KV cache was not available.
-    #[error("sequence slot {slot} is full: {capacity} tokens are all it holds")]
+    /// A span goes beyond its sequence's table of blocks.
+    #[error("sequence slot {slot} is full: {capacity} tokens are all that its blocks hold")]
     CacheFull {
         /// Slot.
         slot: usize,
         /// Tokens it can hold.
         capacity: usize,
+    },
+    /// A block outside the pool.
+    #[error("KV cache block {block} is none of {blocks}")]
+    NoSuchBlock {
+        /// The block named.
+        block: u32,
+        /// Blocks there are.
+        blocks: usize,
+    },
+    /// A sequence's table names a block that was never written.
+    #[error("KV cache block {block} of sequence slot {slot} was never written")]
+    EmptyBlock {
+        /// Slot.
+        slot: usize,
+        /// Block.
+        block: u32,
+    },
+    /// Saved contents of a block are of another shape.
+    #[error("a saved KV cache block has {got} bytes, expected {expected}")]
+    BlockBytes {
+        /// Bytes expected.
+        expected: usize,
+        /// Bytes found.
+        got: usize,
     },
     /// A worker thread could not be started.
     #[error("a compute thread could not be started: {0}")]

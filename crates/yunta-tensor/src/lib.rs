@@ -22,6 +22,7 @@
 // it reaches them (`dequantise_row`, `PackedWeight::pack`).
 
 mod backend;
+mod cache;
 mod cpu;
 mod dequant;
 mod dtype;
@@ -31,8 +32,9 @@ mod kernels;
 mod packed;
 mod pool;
 
-pub use backend::{Attention, Backend, CacheShape, Span};
-pub use cpu::{CpuBackend, CpuCache, CpuTensor};
+pub use backend::{Attention, Backend, CacheEdit, CacheShape, KV_BLOCK, KvType, Span};
+pub use cache::CpuCache;
+pub use cpu::{CpuBackend, CpuTensor};
 pub use dequant::dequantise_row;
 pub use dtype::DType;
 pub use error::TensorError;

@@ -38,8 +38,16 @@ impl F32x8 for Ymm {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        unsafe { Self(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))) }
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         unsafe { _mm256_storeu_ps(p, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16) {
+        unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0)) }
     }
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut i8) {

@@ -5,6 +5,7 @@ pub(crate) mod attention;
 mod avx2;
 pub(crate) mod dense;
 pub(crate) mod int;
+pub(crate) mod kv;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub(crate) mod rows;

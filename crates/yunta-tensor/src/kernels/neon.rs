@@ -45,6 +45,19 @@ impl F32x8 for Pair {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        unsafe {
+            let half = vmovl_s8(vld1_s8(p));
+            let low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(half)));
+            Self(low, vcvtq_f32_s32(vmovl_high_s16(half)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16) {
+        let halves = unsafe { self.lanes() }.map(f16::from_f32);
+        unsafe { p.cast::<[f16; LANES]>().write_unaligned(halves) };
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         unsafe {
             vst1q_f32(p, self.0);

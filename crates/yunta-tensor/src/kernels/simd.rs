@@ -35,7 +35,10 @@ pub(crate) trait F32x8: Copy {
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn load_f16(p: *const f16) -> Self;
     unsafe fn load_bf16(p: *const bf16) -> Self;
+    unsafe fn load_i8(p: *const i8) -> Self;
     unsafe fn store(self, p: *mut f32);
+    /// Rounds to nearest even.
+    unsafe fn store_f16(self, p: *mut f16);
     /// Rounds to nearest even and stores the low bytes; lanes must lie in -128..=127.
     unsafe fn store_i8(self, p: *mut i8);
     unsafe fn add(self, o: Self) -> Self;
@@ -166,9 +169,19 @@ impl F32x8 for Portable8 {
         Self(unsafe { p.cast::<[bf16; LANES]>().read_unaligned() }.map(bf16::to_f32))
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        // SAFETY: the caller's.
+        Self(unsafe { p.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from))
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         // SAFETY: the caller's.
         unsafe { p.cast::<[f32; LANES]>().write_unaligned(self.0) };
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16) {
+        // SAFETY: the caller's.
+        unsafe { p.cast::<[f16; LANES]>().write_unaligned(self.0.map(f16::from_f32)) };
     }
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut i8) {
