@@ -9,7 +9,8 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use crate::element::reduce;
 use crate::exchange::{self, Incoming, Links, Outgoing, Payload, Surroundings};
 use crate::frame::{Header, Kind, REASON_MAX};
-use crate::{CommError, Element, Link, Operation, ReduceOp, StreamLink};
+use crate::outbox::OutboxLink;
+use crate::{CommError, Element, Link, Operation, Outbox, ReduceOp, StreamLink};
 
 /// Up to this many bytes every rank sends all its data to every other: one message time. Beyond,
 /// each rank reduces a part and passes it on: less data.
@@ -26,6 +27,8 @@ pub struct GroupConfig {
     pub spin: Duration,
     /// Bound on messages whose length the sender decides, in bytes.
     pub message_bytes_max: u64,
+    /// Lets sends go on in the background, for ranks that compute meanwhile.
+    pub outbox: Option<Outbox>,
 }
 
 impl Default for GroupConfig {
@@ -35,6 +38,7 @@ impl Default for GroupConfig {
             timeout: Duration::from_secs(1),
             spin: Duration::ZERO,
             message_bytes_max: 64 << 20,
+            outbox: None,
         }
     }
 }
@@ -101,6 +105,11 @@ pub fn local_mesh(size: usize, config: &GroupConfig) -> Result<Vec<Group>, CommE
 impl Group {
     /// The world of a rank with links to all others (`None` at its own place).
     pub fn new(rank: usize, links: Vec<Option<Box<dyn Link>>>, config: &GroupConfig) -> Self {
+        let queued = |link: Option<Box<dyn Link>>| match (link, config.outbox) {
+            (Some(link), Some(outbox)) => Some(Box::new(OutboxLink::new(link, outbox)) as _),
+            (link, _) => link,
+        };
+        let links: Links = links.into_iter().map(queued).collect();
         Self {
             members: (0..links.len()).collect(),
             mesh: Arc::new(Mutex::new(Mesh { links, failure: None })),

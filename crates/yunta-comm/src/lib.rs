@@ -1,6 +1,7 @@
 //! Links, groups and collectives between ranks, with a deadline on every wait.
 //!
-//! Floor 2 of the house: knows nothing of models. Blocking, without threads of its own.
+//! Floor 2 of the house: knows nothing of models. Blocking, without threads of its own (but for
+//! links with an [`Outbox`]).
 //!
 //! - [`Link`] is an ordered stream of bytes to one peer: [`StreamLink`] over TCP, or over a local
 //!   socket pair for ranks within one process ([`local_mesh`]).
@@ -35,10 +36,12 @@ mod exchange;
 mod frame;
 mod group;
 mod link;
+mod outbox;
 mod rendezvous;
 
 pub use element::{Element, ReduceOp};
 pub use error::{CommError, Operation};
 pub use group::{AbortHandle, Group, GroupConfig, local_mesh};
 pub use link::{Link, StreamLink};
+pub use outbox::Outbox;
 pub use rendezvous::{MeshConfig, connect};
