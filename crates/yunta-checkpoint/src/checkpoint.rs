@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::folder::{Folder, read_json};
 use crate::gguf::{Gguf, Metadata, MetadataValue, is_further_part};
@@ -111,6 +112,27 @@ impl Checkpoint {
     /// Bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
         self.entries().values().map(|e| e.bytes).sum()
+    }
+
+    /// Tells checkpoints apart by what is in them, without reading all of it: the configuration,
+    /// and the beginning and end of every tensor.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Tensor`] if a tensor's type can't be read.
+    pub fn fingerprint(&self) -> Result<String, CheckpointError> {
+        const ENDS: usize = 4096;
+        let mut names: Vec<&str> = self.names().collect();
+        names.sort_unstable();
+        let mut hash = Sha256::new();
+        hash.update(self.config().to_string());
+        for name in names {
+            let data = self.tensor(name)?.data();
+            hash.update(name);
+            hash.update((data.len() as u64).to_le_bytes());
+            hash.update(data.get(..ENDS).unwrap_or(data));
+            hash.update(data.get(data.len().saturating_sub(ENDS)..).unwrap_or_default());
+        }
+        Ok(hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect())
     }
 
     /// A tensor by its Hugging Face name.

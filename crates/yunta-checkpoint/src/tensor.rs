@@ -119,6 +119,11 @@ impl<'a> Tensor<'a> {
         self.piece(order.place(r), self.row_bytes)
     }
 
+    /// All bytes, in the file's order.
+    pub(crate) fn data(&self) -> &'a [u8] {
+        self.data
+    }
+
     /// All bytes, in Hugging Face's order.
     ///
     /// # Errors
