@@ -1,15 +1,16 @@
 //! What all decoder-only families share: embedding, a stack of layers, logits; and the plumbing
 //! of pipeline stages.
 
+use serde::{Deserialize, Serialize};
 use yunta_checkpoint::Checkpoint;
-use yunta_tensor::{Backend, CacheShape, Span};
+use yunta_tensor::{Backend, CacheEdit, CacheShape, Span};
 
 use crate::config::Config;
 use crate::loader::{Loader, Split};
 use crate::{LoadOptions, ModelError, Plan, Ranks, Shard};
 
 /// Some tokens of some sequences, computed together.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
     /// Runs of tokens, one per sequence.
     pub spans: Vec<Span>,
@@ -28,21 +29,44 @@ impl Step {
     }
 }
 
+/// A step that this rank has computed, and whose logits have not been brought to rank 0 yet.
+#[derive(Debug)]
+pub struct Pending {
+    /// This rank's logits, `[outputs, own vocabulary]`.
+    mine: Vec<f32>,
+    outputs: usize,
+}
+
 /// A rank's part of a model.
 pub trait LanguageModel: Send {
-    /// Runs a step, together with all other ranks. On rank 0: the logits of `step.outputs`,
-    /// `[outputs, vocab]`; on the others `None`.
+    /// Computes this rank's part of a step, together with all other ranks: activations go on to
+    /// the next stage, which may still be busy with the step before.
     ///
     /// # Errors
     /// [`ModelError`] if a peer is lost, or the step makes no sense (the same on all ranks).
-    fn forward(
-        &mut self,
-        step: &Step,
-        ranks: &mut dyn Ranks,
-    ) -> Result<Option<Vec<f32>>, ModelError>;
+    fn compute(&mut self, step: &Step, ranks: &mut dyn Ranks) -> Result<Pending, ModelError>;
 
-    /// Forgets a sequence.
-    fn clear(&mut self, slot: usize);
+    /// Waits until all ranks have computed a step. On rank 0: the logits of its outputs,
+    /// `[outputs, vocab]`; on the others nothing.
+    ///
+    /// # Errors
+    /// [`ModelError`] if a peer is lost.
+    fn collect(&mut self, pending: Pending, ranks: &mut dyn Ranks) -> Result<Vec<f32>, ModelError>;
+
+    /// Changes the tables or blocks of the KV cache.
+    ///
+    /// # Errors
+    /// [`ModelError`] if a block does not exist.
+    fn edit(&mut self, edit: &CacheEdit) -> Result<(), ModelError>;
+
+    /// A KV block of this rank, as bytes for [`LanguageModel::import`].
+    fn export(&mut self, block: u32) -> Vec<u8>;
+
+    /// Fills a KV block with what [`LanguageModel::export`] gave on a rank of the same shard.
+    ///
+    /// # Errors
+    /// [`ModelError`] if it is of another shape.
+    fn import(&mut self, block: u32, bytes: &[u8]) -> Result<(), ModelError>;
 
     /// Bytes of weights on this rank.
     fn weight_bytes(&self) -> u64;
@@ -50,8 +74,14 @@ pub trait LanguageModel: Send {
     /// Bytes of key-value cache on this rank now.
     fn cache_bytes(&self) -> u64;
 
+    /// Bytes of one KV block on this rank.
+    fn block_bytes(&self) -> u64;
+
     /// Tokens in the vocabulary.
     fn vocab(&self) -> usize;
+
+    /// How many positions back any layer looks, the present one included, if all have a bound.
+    fn window(&self) -> Option<usize>;
 }
 
 /// What a layer computes with.
@@ -108,7 +138,6 @@ pub(crate) struct Decoder<B: Backend, L> {
     plan: Plan,
     shard: Shard,
     cache: B::Cache,
-    slots: usize,
     context: usize,
     embedding: Option<B::Weight>,
     layers: Vec<L>,
@@ -155,15 +184,14 @@ impl<B: Backend, L: DecoderLayer<B>> Decoder<B, L> {
             layers: layers.len(),
             kv_heads: shard.kv_heads.len(),
             head_dim: dims.head_dim,
-            slots: options.slots,
-            context: options.context,
+            blocks: options.cache.blocks,
+            kind: options.cache.kind,
         });
         Ok(Self {
             backend,
             plan: options.plan.clone(),
             shard,
             cache,
-            slots: options.slots,
             context: options.context,
             embedding,
             layers,
@@ -188,11 +216,9 @@ impl<B: Backend, L: DecoderLayer<B>> Decoder<B, L> {
         }
         for span in &step.spans {
             let end = span.position.saturating_add(span.tokens);
-            if span.slot >= self.slots || end > self.context {
-                return bad(format!(
-                    "slot {} up to position {end} is outside {} slots of {} tokens",
-                    span.slot, self.slots, self.context
-                ));
+            if end > self.context {
+                let (slot, context) = (span.slot, self.context);
+                return bad(format!("slot {slot} up to position {end} exceeds {context} tokens"));
             }
         }
         Ok(())
@@ -237,18 +263,23 @@ impl<B: Backend, L: DecoderLayer<B>> Decoder<B, L> {
         logits.first().map(|l| self.backend.to_host(l)).unwrap_or_default()
     }
 
-    /// Brings the logits of the last stage to rank 0, as `[outputs, vocab]`.
-    fn gather(
-        &self,
-        mine: &[f32],
-        outputs: usize,
-        ranks: &mut dyn Ranks,
-    ) -> Result<Option<Vec<f32>>, ModelError> {
-        let width = |s: &Shard| if s.is_last() { s.vocab.len() } else { 0 };
-        let counts: Vec<usize> = self.plan.shards.iter().map(|s| outputs * width(s)).collect();
-        let Some(parts) = ranks.gather(mine, &counts)? else { return Ok(None) };
+    /// Brings the logits of the last stage to rank 0, as `[outputs, vocab]`. A step without outputs
+    /// is acknowledged by the first rank of the last stage, so that rank 0 never runs far ahead.
+    fn gather(&self, pending: &Pending, ranks: &mut dyn Ranks) -> Result<Vec<f32>, ModelError> {
+        let outputs = pending.outputs;
+        let count = |s: &Shard| match outputs {
+            _ if !s.is_last() => 0,
+            0 => usize::from(s.tensor_rank == 0),
+            _ => outputs * s.vocab.len(),
+        };
+        let counts: Vec<usize> = self.plan.shards.iter().map(count).collect();
+        if outputs == 0 && self.plan.pipeline == 1 {
+            return Ok(Vec::new());
+        }
+        let parts = ranks.gather(&pending.mine, &counts)?;
+        let Some(parts) = parts.filter(|_| outputs > 0) else { return Ok(Vec::new()) };
         if self.plan.tensor == 1 {
-            return Ok(Some(parts));
+            return Ok(parts);
         }
         let vocab = self.config.dims.vocab;
         let mut all = vec![0.0; outputs * vocab];
@@ -259,20 +290,17 @@ impl<B: Backend, L: DecoderLayer<B>> Decoder<B, L> {
             if count == 0 {
                 continue;
             }
-            for (row, part) in all.chunks_exact_mut(vocab).zip(part.chunks_exact(width(shard))) {
+            for (row, part) in all.chunks_exact_mut(vocab).zip(part.chunks_exact(shard.vocab.len()))
+            {
                 row[shard.vocab.clone()].copy_from_slice(part);
             }
         }
-        Ok(Some(all))
+        Ok(all)
     }
 }
 
 impl<B: Backend, L: DecoderLayer<B>> LanguageModel for Decoder<B, L> {
-    fn forward(
-        &mut self,
-        step: &Step,
-        ranks: &mut dyn Ranks,
-    ) -> Result<Option<Vec<f32>>, ModelError> {
+    fn compute(&mut self, step: &Step, ranks: &mut dyn Ranks) -> Result<Pending, ModelError> {
         self.check(step)?;
         let mut x = self.enter(step, ranks)?;
         let positions = step.spans.iter().flat_map(|s| s.position..s.position + s.tokens);
@@ -293,15 +321,29 @@ impl<B: Backend, L: DecoderLayer<B>> LanguageModel for Decoder<B, L> {
             let x = self.backend.to_host(&x);
             ranks.send_on(&x)?;
         }
-        if step.outputs.is_empty() {
-            return Ok(None);
-        }
-        let mine = self.logits(&x, &step.outputs);
-        self.gather(&mine, step.outputs.len(), ranks)
+        let outputs = step.outputs.len();
+        let mine = match outputs {
+            0 if self.shard.is_last() && self.shard.tensor_rank == 0 => vec![0.0],
+            0 => Vec::new(),
+            _ => self.logits(&x, &step.outputs),
+        };
+        Ok(Pending { mine, outputs })
     }
 
-    fn clear(&mut self, slot: usize) {
-        self.backend.clear(&mut self.cache, slot);
+    fn collect(&mut self, pending: Pending, ranks: &mut dyn Ranks) -> Result<Vec<f32>, ModelError> {
+        self.gather(&pending, ranks)
+    }
+
+    fn edit(&mut self, edit: &CacheEdit) -> Result<(), ModelError> {
+        Ok(self.backend.edit(&mut self.cache, edit)?)
+    }
+
+    fn export(&mut self, block: u32) -> Vec<u8> {
+        self.backend.export(&self.cache, block)
+    }
+
+    fn import(&mut self, block: u32, bytes: &[u8]) -> Result<(), ModelError> {
+        Ok(self.backend.import(&mut self.cache, block, bytes)?)
     }
 
     fn weight_bytes(&self) -> u64 {
@@ -312,7 +354,16 @@ impl<B: Backend, L: DecoderLayer<B>> LanguageModel for Decoder<B, L> {
         self.backend.cache_bytes(&self.cache) as u64
     }
 
+    fn block_bytes(&self) -> u64 {
+        self.backend.block_bytes(&self.cache) as u64
+    }
+
     fn vocab(&self) -> usize {
         self.config.dims.vocab
+    }
+
+    fn window(&self) -> Option<usize> {
+        let windows: Option<Vec<usize>> = self.config.layers.iter().map(|l| l.window).collect();
+        windows?.into_iter().max()
     }
 }

@@ -4,7 +4,8 @@
 //!
 //! - [`Plan`] cuts a model into [`Shard`]s: tensor ranks within pipeline stages, evenly or not.
 //! - [`load`] reads a rank's shard of a checkpoint into a [`LanguageModel`].
-//! - [`LanguageModel::forward`] runs a [`Step`]: some tokens of some sequences, over all ranks.
+//! - [`LanguageModel::compute`] runs a [`Step`]: some tokens of some sequences, over all ranks;
+//!   [`LanguageModel::collect`] brings its logits to rank 0.
 //! - [`Ranks`] is what a model asks of its peers; [`Alone`] is a rank without any.
 //!
 //! A family is one file that reads like its equations: see `llama.rs`.
@@ -18,14 +19,24 @@ mod ranks;
 mod rope;
 mod shard;
 
+use serde::{Deserialize, Serialize};
 use yunta_checkpoint::Checkpoint;
 use yunta_tensor::Backend;
 
-pub use decoder::{LanguageModel, Step};
+pub use decoder::{LanguageModel, Pending, Step};
 pub use error::ModelError;
 pub use ranks::{Alone, GroupRanks, Ranks};
 pub use shard::{Dims, Plan, Shard};
-pub use yunta_tensor::Span;
+pub use yunta_tensor::{CacheEdit, KV_BLOCK, KvType, Span};
+
+/// The size and kind of a rank's KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheOptions {
+    /// Blocks of [`KV_BLOCK`] positions, shared by all sequences.
+    pub blocks: usize,
+    /// How keys and values are kept.
+    pub kind: KvType,
+}
 
 /// What a rank is told when it loads a model.
 pub struct LoadOptions<'a> {
@@ -33,8 +44,8 @@ pub struct LoadOptions<'a> {
     pub plan: &'a Plan,
     /// This rank.
     pub rank: usize,
-    /// Sequences held at once.
-    pub slots: usize,
+    /// The KV cache.
+    pub cache: CacheOptions,
     /// Tokens per sequence at most.
     pub context: usize,
     /// Called with bytes loaded so far, from the loading thread.

@@ -9,6 +9,9 @@ use crate::{ModelError, Plan};
 /// The other ranks of a model, as seen from one of them. All ranks call the same operations in
 /// the same order.
 pub trait Ranks: Send {
+    /// Ranks in the world.
+    fn size(&self) -> usize;
+
     /// Adds up the partial sums of the tensor group, in place. The terms are on the grid of
     /// [`linear_partial`](yunta_tensor::Backend::linear_partial): the result is exact.
     ///
@@ -53,6 +56,9 @@ pub trait Ranks: Send {
 pub struct Alone;
 
 impl Ranks for Alone {
+    fn size(&self) -> usize {
+        1
+    }
     fn sum(&mut self, _: &mut [f64]) -> Result<(), CommError> {
         Ok(())
     }
@@ -122,6 +128,10 @@ impl GroupRanks {
 }
 
 impl Ranks for GroupRanks {
+    fn size(&self) -> usize {
+        self.world.size()
+    }
+
     fn sum(&mut self, partial: &mut [f64]) -> Result<(), CommError> {
         self.stage.as_mut().map_or(Ok(()), |g| g.all_reduce(partial, ReduceOp::Sum))
     }
