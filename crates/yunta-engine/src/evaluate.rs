@@ -164,7 +164,8 @@ impl Reference {
             for (i, token) in prompt.greedy.iter().enumerate() {
                 let expected = decode.get(i * vocab..(i + 1) * vocab).unwrap_or(&[]);
                 worst = worst.max(difference(&last, expected));
-                let own = crate::sample(&last, &greedy(), i);
+                let own =
+                    crate::sample(&last, &crate::SamplingParams::greedy(), &crate::Draw::default());
                 if own != Some(*token) && divergence.is_none() {
                     divergence = Some((p, i));
                 }
@@ -181,10 +182,6 @@ impl Reference {
             first_divergence: divergence,
         })
     }
-}
-
-fn greedy() -> crate::SamplingParams {
-    crate::SamplingParams { temperature: 0.0, ..crate::SamplingParams::default() }
 }
 
 /// Greatest difference; infinite if the lengths differ or a number is none.
@@ -204,7 +201,7 @@ impl LocalModel {
     pub fn logits(&mut self, tokens: &[u32], outputs: usize) -> Result<Vec<f32>, RankError> {
         let mut step = Step::default();
         step.push(0, 0, tokens, outputs.min(tokens.len()));
-        self.run(vec![0], &step)
+        self.run(step)
     }
 
     /// Appends one token at `position` to the sequence: the logits behind it.
@@ -214,6 +211,6 @@ impl LocalModel {
     pub fn next_logits(&mut self, position: usize, token: u32) -> Result<Vec<f32>, RankError> {
         let mut step = Step::default();
         step.push(0, position, &[token], 1);
-        self.run(Vec::new(), &step)
+        self.run(step)
     }
 }

@@ -9,26 +9,31 @@
 //! - [`lead`] and [`follow`] are the loops of rank 0 and of the others.
 //!
 //! ```
-//! use yunta_engine::{SamplingParams, sample};
+//! use yunta_engine::{Draw, SamplingParams, sample};
 //!
-//! let greedy = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-//! assert_eq!(sample(&[0.1, 2.0, -1.0], &greedy, 0), Some(1));
+//! let greedy = SamplingParams::greedy();
+//! assert_eq!(sample(&[0.1, 2.0, -1.0], &greedy, &Draw::default()), Some(1));
 //! ```
 
+mod drafter;
 mod evaluate;
 mod local;
+mod prefix_store;
 mod rank;
 mod request;
 mod sampling;
 mod scheduler;
 pub mod wire;
 
+pub use drafter::{DraftRequest, Drafter};
 pub use evaluate::{EvaluationError, Perplexity, Reference, Verdict, perplexity};
 pub use local::{LocalConfig, LocalModel};
-pub use rank::{PING_INTERVAL, RankError, follow, lead, run_step, stop};
+pub use prefix_store::PrefixStore;
+pub use rank::{Helpers, PING_INTERVAL, RankError, follow, lead, run_step, stop};
 pub use request::{
-    Engine, EngineStatus, Event, EventSink, FinishReason, Request, RequestId, SamplingParams,
-    SubmitError, TokenLogprobs,
+    Engine, EngineStatus, Event, EventSink, Failure, FinishReason, Request, RequestId, SubmitError,
+    TokenLogprobs,
 };
-pub use sampling::{logprobs, sample};
-pub use scheduler::{Scheduler, SchedulerConfig};
+pub use sampling::{Draw, SamplingParams, logprobs, sample};
+pub use scheduler::{GrammarSource, Scheduler, SchedulerConfig, SchedulerStats, StepPlan};
+pub use yunta_grammar::{Grammar, GrammarCompiler, GrammarError};

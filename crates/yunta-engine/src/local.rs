@@ -6,10 +6,12 @@ use std::time::Duration;
 use yunta_checkpoint::Checkpoint;
 use yunta_comm::{GroupConfig, local_mesh};
 use yunta_model::{
-    Alone, GroupRanks, LanguageModel, LoadOptions, ModelError, Plan, Ranks, Step, load,
+    Alone, CacheEdit, CacheOptions, GroupRanks, KV_BLOCK, KvType, LanguageModel, LoadOptions,
+    ModelError, Plan, Ranks, Step, load,
 };
 use yunta_tensor::{CpuBackend, Precision};
 
+use crate::StepPlan;
 use crate::rank::{RankError, follow, run_step, stop};
 
 /// Bound on each exchange: threads of one process don't vanish, but may be slow.
@@ -28,6 +30,15 @@ pub struct LocalConfig {
     pub threads: usize,
     /// Arithmetic.
     pub precision: Precision,
+    /// How keys and values are kept.
+    pub kv: KvType,
+}
+
+impl LocalConfig {
+    /// Blocks of each slot.
+    fn blocks(&self) -> usize {
+        self.context.div_ceil(KV_BLOCK)
+    }
 }
 
 /// A model whose ranks are threads. Rank 0 is the caller.
@@ -36,6 +47,8 @@ pub struct LocalModel {
     ranks: Box<dyn Ranks>,
     followers: Vec<JoinHandle<()>>,
     vocab: usize,
+    /// Gives every slot blocks of its own; empty once that is done.
+    tables: Vec<CacheEdit>,
 }
 
 impl LocalModel {
@@ -50,7 +63,14 @@ impl LocalModel {
             .into_iter();
         let model = models.next().ok_or_else(|| ModelError::Cut("no ranks".to_owned()))?;
         let vocab = model.vocab();
-        let mut local = Self { model, ranks: Box::new(Alone), followers: Vec::new(), vocab };
+        let blocks = config.blocks() as u32;
+        let table = |slot: usize| {
+            let first = slot as u32 * blocks;
+            CacheEdit::Table { slot, keep: 0, blocks: (first..first + blocks).collect() }
+        };
+        let tables = (0..config.slots).map(table).collect();
+        let ranks = Box::new(Alone);
+        let mut local = Self { model, ranks, followers: Vec::new(), vocab, tables };
         if config.plan.size() == 1 {
             return Ok(local);
         }
@@ -62,7 +82,7 @@ impl LocalModel {
                 local.ranks = Box::new(ranks);
             } else if let Some(mut model) = models.next() {
                 // An error of a follower reaches rank 0 as a lost peer, with its words.
-                let run = move || drop(follow(&mut *model, &mut ranks));
+                let run = move || drop(follow(&mut *model, &mut ranks, None));
                 let thread = std::thread::Builder::new().name(format!("rank-{rank}")).spawn(run);
                 local.followers.push(
                     thread
@@ -79,12 +99,14 @@ impl LocalModel {
         self.vocab
     }
 
-    /// Forgets the slots of `clear`, then runs a step: the logits of its outputs.
+    /// Runs a step: the logits of its outputs. A sequence is forgotten by starting another in its
+    /// slot.
     ///
     /// # Errors
     /// [`RankError`] if a rank fails or the step makes no sense.
-    pub fn run(&mut self, clear: Vec<usize>, step: &Step) -> Result<Vec<f32>, RankError> {
-        run_step(&mut *self.model, &mut *self.ranks, clear, step)
+    pub fn run(&mut self, step: Step) -> Result<Vec<f32>, RankError> {
+        let plan = StepPlan { edits: std::mem::take(&mut self.tables), step };
+        run_step(&mut *self.model, &mut *self.ranks, plan)
     }
 }
 
@@ -97,7 +119,7 @@ fn load_rank(
     let options = LoadOptions {
         plan: &config.plan,
         rank,
-        slots: config.slots,
+        cache: CacheOptions { blocks: config.slots * config.blocks(), kind: config.kv },
         context: config.context,
         progress: &mut |_| {},
     };

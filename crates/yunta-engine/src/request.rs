@@ -1,32 +1,13 @@
 //! What a gateway asks of an engine, and what comes back.
 
 use serde::{Deserialize, Serialize};
+use yunta_grammar::Grammar;
+
+use crate::SamplingParams;
 
 /// Names a request within one gateway; never reused while the gateway lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RequestId(pub u64);
-
-/// How the next token is chosen. Sampling is a function of (`seed`, position): the same request
-/// continued elsewhere draws the same tokens.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SamplingParams {
-    /// 0 means greedy.
-    pub temperature: f32,
-    /// Keep the `top_k` likeliest tokens; 0 keeps all.
-    pub top_k: usize,
-    /// Keep the smallest set of likeliest tokens whose probabilities reach `top_p`; 1 keeps all.
-    pub top_p: f32,
-    /// Drop tokens less likely than `min_p` times the likeliest; 0 keeps all.
-    pub min_p: f32,
-    /// Seed of the random draw.
-    pub seed: u64,
-}
-
-impl Default for SamplingParams {
-    fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
-    }
-}
 
 /// A generation request, after tokenisation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -46,6 +27,37 @@ pub struct Request {
     pub stop_tokens: Vec<u32>,
     /// `Some(k)`: report the log-probability of each token and of the `k` likeliest.
     pub logprobs: Option<usize>,
+    /// What the output must obey.
+    #[serde(default)]
+    pub grammar: Option<Grammar>,
+    /// Who asks: service is shared fairly between clients.
+    #[serde(default)]
+    pub client: String,
+    /// Lower goes first; 0 is usual.
+    #[serde(default)]
+    pub priority: i32,
+    /// The request is given up so long after its submission.
+    #[serde(default)]
+    pub timeout_ms: Option<u64>,
+}
+
+impl Request {
+    /// A request for `max_tokens` after a prompt, with the defaults for everything else.
+    pub fn new(id: RequestId, prompt: Vec<u32>, max_tokens: usize) -> Self {
+        Self {
+            id,
+            prompt,
+            emitted: Vec::new(),
+            max_tokens,
+            sampling: SamplingParams::default(),
+            stop_tokens: Vec::new(),
+            logprobs: None,
+            grammar: None,
+            client: String::new(),
+            priority: 0,
+            timeout_ms: None,
+        }
+    }
 }
 
 /// Log-probabilities at one position (natural logarithm, of the model's distribution before
@@ -70,10 +82,30 @@ pub enum FinishReason {
     Cancelled,
 }
 
-/// What an engine reports about a request, in order: `Token`s, then one `Finished` or `Failed`.
+/// Why a request could not be completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Failure {
+    /// The ranks were lost or busy: the same request may succeed if sent again.
+    Retriable,
+    /// The request itself can't be served.
+    Request,
+    /// Its deadline has passed.
+    Deadline,
+    /// The engine or the model is at fault.
+    Internal,
+}
+
+/// What an engine reports about a request, in order: `Started` (which may be missing), `Token`s, then
+/// one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Event {
+    /// The request was admitted.
+    Started {
+        /// Tokens of the prompt that were found in the KV cache.
+        cached: usize,
+    },
     /// A token was chosen.
     Token {
         /// Position in the output, counted from 0 (tokens of earlier attempts included).
@@ -92,8 +124,8 @@ pub enum Event {
     Failed {
         /// For a person: names rank, peer and operation where they are known.
         message: String,
-        /// Whether the same request may succeed if sent again.
-        retriable: bool,
+        /// What kind of failure it is.
+        cause: Failure,
     },
 }
 

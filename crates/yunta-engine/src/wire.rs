@@ -18,7 +18,7 @@ pub const LINE_BYTES_MAX: u64 = 16 << 20;
 #[serde(rename_all = "snake_case")]
 pub enum ToLeader {
     /// Run this.
-    Submit(Request),
+    Submit(Box<Request>),
     /// Stop running this.
     Cancel(RequestId),
 }

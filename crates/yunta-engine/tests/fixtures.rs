@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use yunta_checkpoint::Checkpoint;
 use yunta_engine::{LocalConfig, LocalModel, Reference};
-use yunta_model::{Plan, Step};
+use yunta_model::{KvType, Plan, Step};
 use yunta_tensor::Precision;
 
 fn fixtures() -> PathBuf {
@@ -54,7 +54,12 @@ fn cuts() -> Vec<(Vec<f64>, Vec<f64>)> {
 }
 
 fn load(checkpoint: &Checkpoint, plan: &Plan, context: usize, precision: Precision) -> LocalModel {
-    let config = LocalConfig { plan: plan.clone(), slots: 4, context, threads: 1, precision };
+    let kv = match precision {
+        Precision::Fast => KvType::F16,
+        Precision::Float32 => KvType::F32,
+    };
+    let plan = plan.clone();
+    let config = LocalConfig { plan, slots: 4, context, threads: 1, precision, kv };
     LocalModel::load(checkpoint, &config).unwrap()
 }
 
@@ -114,8 +119,7 @@ fn in_company(model: &mut LocalModel, prompt: &[u32]) -> Vec<f32> {
         step.push(0, i, &prompt[3..4], 0);
         step.push(2, at, &prompt[at..at + n], if i >= 4 { n } else { 0 });
         step.push(3, i * 2, &prompt[i..i + 2], 0);
-        let clear = if i == 0 { vec![0, 1, 2, 3] } else { Vec::new() };
-        logits.extend(model.run(clear, &step).unwrap());
+        logits.extend(model.run(step).unwrap());
         at += n;
     }
     assert_eq!(at, prompt.len());
