@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use yunta_model::Plan;
 
+use crate::{Emulation, Limits, PrefixCache};
+
 /// All that a worker needs to know, sent first.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Assignment {
@@ -18,14 +20,8 @@ pub(crate) struct Assignment {
     pub(crate) plan: Plan,
     /// The checkpoint.
     pub(crate) model: PathBuf,
-    /// Sequences at once.
-    pub(crate) slots: usize,
-    /// Tokens per sequence.
-    pub(crate) context: usize,
-    /// Tokens per step.
-    pub(crate) step_tokens: usize,
-    /// Requests that may wait.
-    pub(crate) queue: usize,
+    /// What it serves.
+    pub(crate) limits: Limits,
     /// Compute threads of this rank.
     pub(crate) threads: usize,
     /// All arithmetic in f32.
@@ -36,6 +32,12 @@ pub(crate) struct Assignment {
     pub(crate) gateway: SocketAddr,
     /// Bound on each collective within a step, in milliseconds.
     pub(crate) step_timeout_ms: u64,
+    /// Guesses ahead, on rank 0.
+    pub(crate) draft_model: Option<PathBuf>,
+    /// Where blocks of the KV cache outlive the process.
+    pub(crate) prefix_cache: Option<PrefixCache>,
+    /// How the machine is divided and the links are slowed, to emulate several machines.
+    pub(crate) emulation: Emulation,
 }
 
 /// From the supervisor.

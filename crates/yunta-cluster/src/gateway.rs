@@ -104,7 +104,7 @@ impl Gateway {
         state.probe = Some(id);
         state.journal.insert(request, sink);
         if let Some(request) = state.journal.take_one(id) {
-            send(&mut state, &ToLeader::Submit(request));
+            send(&mut state, &ToLeader::Submit(Box::new(request)));
         }
     }
 
@@ -208,7 +208,7 @@ impl Gateway {
 
 fn send_unsent(state: &mut State) {
     for request in state.journal.take_unsent() {
-        send(state, &ToLeader::Submit(request));
+        send(state, &ToLeader::Submit(Box::new(request)));
     }
 }
 

@@ -6,10 +6,11 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use yunta_engine::{
     Engine, EngineStatus, Event, EventSink, Request, RequestId, SamplingParams, SubmitError,
 };
-use yunta_model::Plan;
+use yunta_model::{CacheOptions, Plan};
 
 use crate::ClusterError;
 use crate::control::{Assignment, FromWorker, ToWorker};
@@ -17,6 +18,45 @@ use crate::gateway::{Gateway, Notice};
 use crate::lifecycle::{Action, Input, Lifecycle};
 use crate::processes::{Processes, Report, What};
 use crate::secret::Secret;
+
+/// What an instance holds memory for, and how it shares its time.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Sequences that run at once.
+    pub sequences: usize,
+    /// Tokens per sequence, prompt and output together.
+    pub context: usize,
+    /// Tokens per step: the size of prefill chunks.
+    pub step_tokens: usize,
+    /// Requests that may wait beside those that run.
+    pub queue: usize,
+    /// The KV cache that all sequences share.
+    pub cache: CacheOptions,
+    /// How much longer a step may take for the sake of a new prompt, beside running streams.
+    pub stall_ratio: f64,
+    /// Tokens per draft, 0 for no speculation.
+    pub draft_tokens: usize,
+}
+
+/// A prefix cache on disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrefixCache {
+    /// Its folder, of this model alone.
+    pub folder: PathBuf,
+    /// Bytes that each rank may keep there.
+    pub bytes_max: u64,
+}
+
+/// What makes ranks of one machine resemble several machines, for experiments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Emulation {
+    /// Every rank keeps to cores of its own.
+    pub pin: bool,
+    /// Whatever a rank sends arrives so many microseconds later.
+    pub latency_us: u64,
+    /// Gigabits per second of each link.
+    pub gbps: Option<f64>,
+}
 
 /// What to run, and how.
 #[derive(Clone, Debug)]
@@ -27,20 +67,20 @@ pub struct InstanceConfig {
     pub model: PathBuf,
     /// The cut of the model, one process per rank.
     pub plan: Plan,
-    /// Sequences that run at once.
-    pub slots: usize,
-    /// Tokens per sequence, prompt and output together.
-    pub context: usize,
-    /// Tokens per step: the size of prefill chunks.
-    pub step_tokens: usize,
-    /// Requests that may wait beside those that run.
-    pub queue: usize,
+    /// What it serves.
+    pub limits: Limits,
     /// Compute threads of each rank.
     pub threads: usize,
     /// All arithmetic in f32.
     pub float32: bool,
     /// Bound on each collective within a step.
     pub step_timeout: Duration,
+    /// A checkpoint that guesses ahead, on rank 0: of the same vocabulary.
+    pub draft_model: Option<PathBuf>,
+    /// Where blocks of the KV cache outlive the process, if they shall.
+    pub prefix_cache: Option<PrefixCache>,
+    /// For experiments.
+    pub emulation: Emulation,
 }
 
 /// What the manager thread waits for.
@@ -114,7 +154,7 @@ impl Instance {
     /// # Errors
     /// [`ClusterError`] if the system refuses a thread, a port or random numbers.
     pub fn start(config: InstanceConfig) -> Result<Self, ClusterError> {
-        if config.plan.size() == 0 || config.slots == 0 || config.context < 2 {
+        if config.plan.size() == 0 || config.limits.sequences == 0 || config.limits.context < 2 {
             return Err(ClusterError::Config(
                 "an instance needs ranks, slots and a context".into(),
             ));
@@ -201,7 +241,8 @@ impl Engine for Instance {
         if let Some(reason) = &self.watch.lock().dead {
             return Err(SubmitError::Unavailable { reason: reason.clone() });
         }
-        let (length, context) = (request.prompt.len() + request.emitted.len(), self.config.context);
+        let (length, context) =
+            (request.prompt.len() + request.emitted.len(), self.config.limits.context);
         if length >= context {
             return Err(SubmitError::Invalid {
                 reason: format!(
@@ -210,7 +251,7 @@ impl Engine for Instance {
             });
         }
         let waiting = self.gateway.open_requests();
-        if waiting >= self.config.slots + self.config.queue {
+        if waiting >= self.config.limits.sequences + self.config.limits.queue {
             return Err(SubmitError::Busy { waiting });
         }
         self.gateway.submit(request, sink);
@@ -233,7 +274,7 @@ impl Engine for Instance {
     }
 
     fn context_length(&self) -> usize {
-        self.config.context
+        self.config.limits.context
     }
 }
 
@@ -407,15 +448,19 @@ impl Manager {
             epoch,
             plan: c.plan.clone(),
             model: c.model.clone(),
-            slots: c.slots,
-            context: c.context,
-            step_tokens: c.step_tokens,
-            queue: c.queue + c.slots,
+            limits: Limits {
+                // The gateway refuses what exceeds the bound on both; the leader need not.
+                queue: c.limits.queue + c.limits.sequences,
+                ..c.limits
+            },
             threads: c.threads,
             float32: c.float32,
             secret: self.secret.hex(),
             gateway: self.gateway.address(),
             step_timeout_ms: u64::try_from(c.step_timeout.as_millis()).unwrap_or(u64::MAX),
+            draft_model: c.draft_model.clone(),
+            prefix_cache: c.prefix_cache.clone(),
+            emulation: c.emulation,
         }
     }
 
@@ -424,7 +469,7 @@ impl Manager {
         let messages = Mutex::new(self.messages.clone());
         let sink = move |event: Event| {
             let outcome = match event {
-                Event::Token { .. } => return true,
+                Event::Started { .. } | Event::Token { .. } => return true,
                 Event::Finished { .. } => Ok(()),
                 Event::Failed { message, .. } => Err(message),
             };
@@ -432,14 +477,9 @@ impl Manager {
             sender.send(Message::Probe(epoch, outcome)).is_ok()
         };
         let request = Request {
+            sampling: SamplingParams::greedy(),
             // Above all ids that requests will have.
-            id: RequestId(u64::MAX - epoch),
-            prompt: vec![0],
-            emitted: Vec::new(),
-            max_tokens: 1,
-            sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-            stop_tokens: Vec::new(),
-            logprobs: None,
+            ..Request::new(RequestId(u64::MAX - epoch), vec![0], 1)
         };
         self.gateway.probe(request, Box::new(sink));
     }

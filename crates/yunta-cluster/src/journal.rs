@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use yunta_engine::{Event, EventSink, Request, RequestId};
+use yunta_engine::{Event, EventSink, Failure, Request, RequestId};
 
 /// Runs of one request at most: a request that brings ranks down must not do so for ever.
 const ATTEMPTS_MAX: u32 = 3;
@@ -86,6 +86,9 @@ impl Journal {
     pub(crate) fn deliver(&mut self, id: RequestId, event: Event) -> Delivery {
         let Some(entry) = self.entries.get_mut(&id) else { return Delivery::Done };
         let last = match &event {
+            // Of the first attempt: the client need not know of others.
+            Event::Started { .. } if entry.attempts > 1 => return Delivery::Done,
+            Event::Started { .. } => false,
             Event::Token { index, token, .. } => {
                 let expected = entry.emitted.len();
                 if *index != expected {
@@ -116,7 +119,9 @@ impl Journal {
             if unseen && entry.attempts < ATTEMPTS_MAX {
                 return true;
             }
-            entry.sink.emit(Event::Failed { message: message.to_owned(), retriable: true });
+            entry
+                .sink
+                .emit(Event::Failed { message: message.to_owned(), cause: Failure::Retriable });
             false
         });
         (self.entries.len(), before - self.entries.len())
@@ -125,7 +130,9 @@ impl Journal {
     /// Nothing will run again: ends all requests.
     pub(crate) fn fail_all(&mut self, message: &str) {
         for (_, mut entry) in self.entries.drain() {
-            entry.sink.emit(Event::Failed { message: message.to_owned(), retriable: false });
+            entry
+                .sink
+                .emit(Event::Failed { message: message.to_owned(), cause: Failure::Internal });
         }
     }
 }
@@ -134,22 +141,14 @@ impl Journal {
 mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
-    use yunta_engine::{FinishReason, SamplingParams};
+    use yunta_engine::FinishReason;
 
     type Log = Arc<Mutex<Vec<Event>>>;
 
     fn open(journal: &mut Journal, id: u64) -> Log {
         let log = Log::default();
         let sink = Arc::clone(&log);
-        let request = Request {
-            id: RequestId(id),
-            prompt: vec![1, 2],
-            emitted: Vec::new(),
-            max_tokens: 10,
-            sampling: SamplingParams::default(),
-            stop_tokens: Vec::new(),
-            logprobs: None,
-        };
+        let request = Request::new(RequestId(id), vec![1, 2], 10);
         journal.insert(
             request,
             Box::new(move |e| {
@@ -171,7 +170,7 @@ mod tests {
         assert_eq!(journal.take_unsent().len(), 2);
         assert_eq!(journal.deliver(RequestId(1), token(0)), Delivery::Done);
         assert_eq!(journal.ranks_lost("rank 1 died"), (1, 1));
-        assert!(matches!(seen.lock().unwrap()[1], Event::Failed { retriable: true, .. }));
+        assert!(matches!(seen.lock().unwrap()[1], Event::Failed { cause: Failure::Retriable, .. }));
         assert!(unseen.lock().unwrap().is_empty());
         assert_eq!(journal.take_unsent()[0].id, RequestId(2));
     }

@@ -20,5 +20,5 @@ mod secret;
 mod worker;
 
 pub use error::ClusterError;
-pub use instance::{Instance, InstanceConfig};
+pub use instance::{Emulation, Instance, InstanceConfig, Limits, PrefixCache};
 pub use worker::run_worker;

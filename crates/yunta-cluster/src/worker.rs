@@ -6,12 +6,17 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use yunta_checkpoint::Checkpoint;
-use yunta_comm::{GroupConfig, MeshConfig};
+use yunta_checkpoint::{Checkpoint, CheckpointError};
+use yunta_comm::{GroupConfig, MeshConfig, Outbox};
 use yunta_engine::wire::{FromLeader, ToLeader, read_line, write_line};
-use yunta_engine::{Event, RankError, RequestId, Scheduler, SchedulerConfig, follow, lead};
-use yunta_model::{Alone, GroupRanks, LanguageModel, LoadOptions, Ranks, load};
-use yunta_tensor::{CpuBackend, Precision};
+use yunta_engine::{
+    Drafter, Event, GrammarCompiler, GrammarError, GrammarSource, Helpers, PrefixStore, RankError,
+    RequestId, Scheduler, SchedulerConfig, follow, lead,
+};
+use yunta_model::{
+    Alone, CacheOptions, GroupRanks, LanguageModel, LoadOptions, ModelError, Plan, Ranks, load,
+};
+use yunta_tensor::{CpuBackend, InstructionSet, Precision};
 
 use crate::ClusterError;
 use crate::control::{Assignment, FromWorker, ToWorker};
@@ -25,6 +30,8 @@ const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(30);
 const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(5);
 /// Messages of the gateway that wait for the leader's next step.
 const INBOX: usize = 1024;
+/// Activations of a few steps, of the largest models.
+const OUTBOX_BYTES: usize = 256 << 20;
 /// Progress reports are no closer together than this.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -99,18 +106,26 @@ fn work(signals: &Receiver<Signal>, supervisor: &Supervisor) -> Result<(), Failu
     let Ok(Signal::Assignment(a)) = signals.recv_timeout(ASSIGNMENT_TIMEOUT) else {
         return Err(failed("no assignment came from the supervisor"));
     };
+    if a.emulation.pin {
+        pin(a.rank * a.threads..(a.rank + 1) * a.threads).map_err(failed)?;
+    }
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     supervisor.tell(&FromWorker::Listening(address)).map_err(failed)?;
     let mut model = load_model(&a, supervisor)?;
     let weight_bytes = model.weight_bytes();
     supervisor.tell(&FromWorker::Loaded { weight_bytes }).map_err(failed)?;
+    let store = prefix_store(&a).map_err(failed)?;
+    let mut drafter = drafter(&a).map_err(failed)?;
     let mut ranks = join(&a, listener, signals)?;
     let gateway = if a.rank == 0 { Some(connect(&a)?) } else { None };
     supervisor.tell(&FromWorker::Joined).map_err(failed)?;
     let outcome = match gateway {
-        Some(gateway) => serve(&a, &mut *model, &mut *ranks, &gateway),
-        None => follow(&mut *model, &mut *ranks),
+        Some(gateway) => {
+            let help = Helpers { store: store.as_ref(), drafter: drafter.as_mut() };
+            serve(&a, &mut *model, &mut *ranks, &gateway, help)
+        }
+        None => follow(&mut *model, &mut *ranks, store.as_ref()),
     };
     outcome.map_err(|e| {
         let RankError::Model(yunta_model::ModelError::Comm(comm)) = &e else { return failed(e) };
@@ -133,8 +148,8 @@ fn load_model(a: &Assignment, supervisor: &Supervisor) -> Result<Box<dyn Languag
     let options = LoadOptions {
         plan: &a.plan,
         rank: a.rank,
-        slots: a.slots,
-        context: a.context,
+        cache: a.limits.cache,
+        context: a.limits.context,
         progress: &mut progress,
     };
     load(&checkpoint, backend, options).map_err(failed)
@@ -160,12 +175,28 @@ fn join(
         // All ranks have their assignment from one supervisor: there is nothing to compare.
         config_digest: [0; 32],
         join_timeout: JOIN_TIMEOUT,
-        group: GroupConfig { epoch: a.epoch, timeout: step_timeout, ..GroupConfig::default() },
+        group: GroupConfig {
+            epoch: a.epoch,
+            timeout: step_timeout,
+            outbox: outbox(a),
+            ..GroupConfig::default()
+        },
     };
     let world = yunta_comm::connect(mesh, listener).map_err(failed)?;
     let idle_timeout = step_timeout.max(IDLE_TIMEOUT_MIN);
     let ranks = GroupRanks::new(world, &a.plan, step_timeout, idle_timeout).map_err(failed)?;
     Ok(Box::new(ranks))
+}
+
+/// Stages of a pipeline go on computing while what they have sent is on its way.
+fn outbox(a: &Assignment) -> Option<Outbox> {
+    let e = a.emulation;
+    let wanted = a.plan.pipeline > 1 || e.latency_us > 0 || e.gbps.is_some();
+    wanted.then(|| Outbox {
+        bytes_max: OUTBOX_BYTES,
+        latency: Duration::from_micros(e.latency_us),
+        bandwidth: e.gbps.map(|g| g * 1e9 / 8.0),
+    })
 }
 
 fn connect(a: &Assignment) -> Result<TcpStream, Failure> {
@@ -183,14 +214,21 @@ fn serve(
     model: &mut dyn LanguageModel,
     ranks: &mut dyn Ranks,
     gateway: &TcpStream,
+    help: Helpers<'_>,
 ) -> Result<(), RankError> {
     let mut scheduler = Scheduler::new(SchedulerConfig {
-        slots: a.slots,
-        context: a.context,
-        step_tokens: a.step_tokens,
-        queue: a.queue,
+        sequences: a.limits.sequences,
+        context: a.limits.context,
+        step_tokens: a.limits.step_tokens,
+        queue: a.limits.queue,
         vocab: model.vocab(),
-    });
+        blocks: a.limits.cache.blocks,
+        window: model.window(),
+        micro_batches: a.plan.pipeline,
+        stall_ratio: a.limits.stall_ratio,
+        draft_tokens: a.limits.draft_tokens,
+    })
+    .with_grammars(grammars(a, model.vocab()));
     // Full, it holds up the connection, and that the gateway.
     let (sender, inbox) = mpsc::sync_channel(INBOX);
     let from_gateway = gateway.try_clone().map_err(|e| RankError::Order(e.to_string()))?;
@@ -209,7 +247,62 @@ fn serve(
         // A gateway that is gone closes the inbox too, and that ends the loop.
         let _ = write_line(gateway, &FromLeader::Event { id, event });
     };
-    lead(model, ranks, &mut scheduler, &inbox, &mut report)
+    lead(model, ranks, &mut scheduler, &inbox, &mut report, help)
+}
+
+/// The draft model, if there is one: whole, on rank 0.
+fn drafter(a: &Assignment) -> Result<Option<Drafter>, ModelError> {
+    let Some(path) = a.draft_model.as_ref().filter(|_| a.rank == 0) else { return Ok(None) };
+    let checkpoint = Checkpoint::open(path)?;
+    let (sequences, context) = (a.limits.sequences, a.limits.context);
+    let backend = CpuBackend::new(a.threads, Precision::Fast)?;
+    let plan = Plan::even(&yunta_model::dims(&checkpoint)?, 1, 1)?;
+    let cache =
+        CacheOptions { blocks: Drafter::blocks(sequences, context), kind: a.limits.cache.kind };
+    let options = LoadOptions { plan: &plan, rank: 0, cache, context, progress: &mut |_| {} };
+    let model = load(&checkpoint, backend, options)?;
+    Ok(Some(Drafter::new(model, sequences, context)?))
+}
+
+/// The rank's place in the prefix cache on disk. Its key names all that the blocks depend on.
+fn prefix_store(a: &Assignment) -> Result<Option<PrefixStore>, CheckpointError> {
+    let Some(cache) = &a.prefix_cache else { return Ok(None) };
+    let weights = Checkpoint::open(&a.model)?.fingerprint()?;
+    let version = env!("CARGO_PKG_VERSION");
+    let kind = a.limits.cache.kind;
+    let instructions = InstructionSet::detect();
+    let key = format!("{version} {weights} {kind:?} {instructions:?} {} {:?}", a.float32, a.plan);
+    Ok(Some(PrefixStore::new(&cache.folder, &key, a.rank, cache.bytes_max)))
+}
+
+/// Compiles grammars for the model's tokenizer, which is read again when they are first wanted.
+fn grammars(a: &Assignment, vocab: usize) -> GrammarSource {
+    let path = a.model.clone();
+    Box::new(move || {
+        let unreadable = |e: CheckpointError| GrammarError::Vocabulary { reason: e.to_string() };
+        let checkpoint = Checkpoint::open(&path).map_err(unreadable)?;
+        let tokenizer = checkpoint.tokenizer().map_err(unreadable)?;
+        GrammarCompiler::new(&tokenizer, vocab, &checkpoint.stop_tokens())
+    })
+}
+
+/// Keeps this process, and the threads that it starts, to some cores.
+fn pin(cores: std::ops::Range<usize>) -> std::io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: `set` is plain data; the cores are within its 1024 (else they are left out).
+        let outcome = unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            cores.filter(|c| *c < 1024).for_each(|c| libc::CPU_SET(c, &mut set));
+            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set)
+        };
+        if outcome == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let reason = format!("cores {cores:?} can't be had for one process on this system");
+        Err(std::io::Error::new(std::io::ErrorKind::Unsupported, reason))
+    }
 }
 
 /// The greatest resident set of this process so far, in bytes.
