@@ -16,7 +16,7 @@ use std::time::Duration;
 use byte_text::{ByteText, EOS};
 use yunta_api::{ApiState, ServerConfig, serve};
 use yunta_engine::{
-    Engine, EngineStatus, Event, EventSink, FinishReason, Request, RequestId, SubmitError,
+    Engine, EngineStatus, Event, EventSink, Failure, FinishReason, Request, RequestId, SubmitError,
     TokenLogprobs,
 };
 
@@ -79,7 +79,7 @@ fn speak(request: &Request, prompt: &str, mut sink: Box<dyn EventSink>) {
         std::thread::sleep(Duration::from_millis(5));
         if index == 4 && said.contains("fail") {
             let message = "rank 1 was lost during all_reduce".into();
-            sink.emit(Event::Failed { message, retriable: true });
+            sink.emit(Event::Failed { message, cause: Failure::Retriable });
             return;
         }
         if index == request.max_tokens {

@@ -23,7 +23,10 @@ pub(crate) struct RequestLog {
     started: Instant,
     status: AtomicU16,
     prompt_tokens: AtomicUsize,
+    cached_tokens: AtomicUsize,
     completion_tokens: AtomicUsize,
+    /// When the first token came.
+    first_token: OnceLock<Instant>,
     error: OnceLock<String>,
 }
 
@@ -35,14 +38,20 @@ impl RequestLog {
             started: Instant::now(),
             status: AtomicU16::new(CLIENT_CLOSED_REQUEST),
             prompt_tokens: AtomicUsize::new(0),
+            cached_tokens: AtomicUsize::new(0),
             completion_tokens: AtomicUsize::new(0),
+            first_token: OnceLock::new(),
             error: OnceLock::new(),
         }
     }
 
     pub(crate) fn count_tokens(&self, usage: Usage) {
         self.prompt_tokens.store(usage.prompt_tokens, Relaxed);
+        self.cached_tokens.store(usage.cached_tokens, Relaxed);
         self.completion_tokens.store(usage.completion_tokens, Relaxed);
+        if usage.completion_tokens > 0 {
+            self.first_token.get_or_init(Instant::now);
+        }
     }
 
     /// The first error stays.
@@ -53,12 +62,15 @@ impl RequestLog {
 
 impl Drop for RequestLog {
     fn drop(&mut self) {
+        let ttft = self.first_token.get().map(|t| t.duration_since(self.started));
         tracing::info!(
             method = %self.method,
             route = self.route,
             status = self.status.load(Relaxed),
             prompt_tokens = self.prompt_tokens.load(Relaxed),
+            cached_tokens = self.cached_tokens.load(Relaxed),
             completion_tokens = self.completion_tokens.load(Relaxed),
+            ttft_ms = ttft.map(|t| t.as_millis() as u64),
             ms = self.started.elapsed().as_millis() as u64,
             error = self.error.get(),
             "request"

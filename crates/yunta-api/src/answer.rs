@@ -33,10 +33,10 @@ pub(crate) trait Format: Send + Unpin + 'static {
     fn whole(&self, choice: usize, output: &Delta, finish: Finish) -> Value;
     /// What a stream sends of an output before its first token, if anything.
     fn opening(&self, choice: usize) -> Option<Value>;
-    /// A piece of an output.
-    fn piece(&self, choice: usize, delta: &Delta) -> Value;
-    /// The end of an output.
-    fn closing(&self, choice: usize, finish: Finish) -> Value;
+    /// What a stream sends for a piece of an output.
+    fn piece(&self, choice: usize, delta: &Delta) -> Vec<Value>;
+    /// What a stream sends at the end of an output.
+    fn closing(&self, choice: usize, finish: Finish) -> Vec<Value>;
 }
 
 /// Runs the job and answers in the way it asks for.
@@ -86,6 +86,7 @@ fn usage_object(usage: Usage) -> Value {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     })
 }
 
@@ -126,7 +127,7 @@ struct Chunks<F> {
     envelope: Envelope,
     options: StreamOptions,
     opened: Vec<bool>,
-    /// At most the few events that one update makes.
+    /// The few events that one update makes.
     ready: VecDeque<SseEvent>,
     ended: bool,
 }
@@ -161,10 +162,12 @@ impl<F: Format> Chunks<F> {
             self.send_choice(opening);
         }
         if !update.delta.is_empty() {
-            self.send_choice(self.format.piece(choice, &update.delta));
+            let pieces = self.format.piece(choice, &update.delta);
+            pieces.into_iter().for_each(|piece| self.send_choice(piece));
         }
         if let Some(finish) = update.finish {
-            self.send_choice(self.format.closing(choice, finish));
+            let last = self.format.closing(choice, finish);
+            last.into_iter().for_each(|piece| self.send_choice(piece));
         }
     }
 

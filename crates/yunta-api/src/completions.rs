@@ -185,11 +185,11 @@ impl Format for CompletionFormat {
         Some(self.choice(choice, echo, None, None))
     }
 
-    fn piece(&self, choice: usize, delta: &Delta) -> Value {
-        self.choice(choice, &delta.text, Some(&delta.tokens), None)
+    fn piece(&self, choice: usize, delta: &Delta) -> Vec<Value> {
+        vec![self.choice(choice, &delta.text, Some(&delta.tokens), None)]
     }
 
-    fn closing(&self, choice: usize, finish: Finish) -> Value {
-        self.choice(choice, "", None, Some(finish))
+    fn closing(&self, choice: usize, finish: Finish) -> Vec<Value> {
+        vec![self.choice(choice, "", None, Some(finish))]
     }
 }

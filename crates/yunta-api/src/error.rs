@@ -4,7 +4,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use yunta_engine::SubmitError;
+use yunta_engine::{Failure, SubmitError};
 
 use crate::text_model::TextError;
 
@@ -106,8 +106,8 @@ pub enum ApiError {
     Failed {
         /// The engine's words.
         message: String,
-        /// Whether the same request may succeed if sent again.
-        retriable: bool,
+        /// What kind of failure it is.
+        cause: Failure,
     },
     /// The answer was not complete in time.
     #[error("the answer was not complete after {seconds} s, the most this server spends on one")]
@@ -140,7 +140,8 @@ impl ApiError {
             Self::InvalidParameter { .. }
             | Self::InvalidJson { .. }
             | Self::UnreadableBody { .. }
-            | Self::ContextLengthExceeded { .. } => StatusCode::BAD_REQUEST,
+            | Self::ContextLengthExceeded { .. }
+            | Self::Failed { cause: Failure::Request, .. } => StatusCode::BAD_REQUEST,
             Self::MissingApiKey | Self::WrongApiKey => StatusCode::UNAUTHORIZED,
             Self::UnknownModel { .. } | Self::UnknownRoute { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
@@ -148,11 +149,13 @@ impl ApiError {
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::UnsupportedMediaType => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Busy { .. } => StatusCode::TOO_MANY_REQUESTS,
-            Self::Unavailable { .. } | Self::Failed { retriable: true, .. } => {
+            Self::Unavailable { .. } | Self::Failed { cause: Failure::Retriable, .. } => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
-            Self::RequestTimeout { .. } => StatusCode::GATEWAY_TIMEOUT,
-            Self::Failed { retriable: false, .. } | Self::Internal { .. } => {
+            Self::RequestTimeout { .. } | Self::Failed { cause: Failure::Deadline, .. } => {
+                StatusCode::GATEWAY_TIMEOUT
+            }
+            Self::Failed { cause: Failure::Internal, .. } | Self::Internal { .. } => {
                 StatusCode::INTERNAL_SERVER_ERROR
             }
         }

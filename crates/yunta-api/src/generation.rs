@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_stream::Stream;
-use yunta_engine::{Engine, Event, EventSink, FinishReason, Request, RequestId};
+use yunta_engine::{Engine, Event, EventSink, Failure, FinishReason, Request, RequestId};
 
 use crate::access_log::RequestLog;
 use crate::error::ApiError;
@@ -35,6 +35,8 @@ pub(crate) struct Ticket {
     pub(crate) log: Arc<RequestLog>,
     /// When the answer must be complete.
     pub(crate) deadline: Instant,
+    /// Where the request came from.
+    pub(crate) client: String,
 }
 
 /// Why an output is complete, in OpenAI's words.
@@ -64,6 +66,8 @@ pub(crate) struct Update {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: usize,
+    /// Of these, found in the KV cache.
+    pub(crate) cached_tokens: usize,
     pub(crate) completion_tokens: usize,
 }
 
@@ -77,6 +81,7 @@ pub(crate) struct Generation {
     deadline: Pin<Box<Sleep>>,
     usage: Usage,
     ticket: Ticket,
+    ignore_eos: bool,
 }
 
 struct Choice {
@@ -89,9 +94,10 @@ struct Choice {
 impl Generation {
     /// Submits all outputs of the job, or none.
     pub(crate) fn start(state: &ApiState, job: &Job, ticket: Ticket) -> Result<Self, ApiError> {
-        let requests = engine_requests(state, job)?;
-        // Each sink sends at most its `max_tokens` tokens and one last event: never full.
-        let capacity = requests.iter().map(|request| request.max_tokens + 1).sum();
+        let requests = engine_requests(state, job, &ticket)?;
+        // Each sink sends at most one first event, its `max_tokens` tokens and one last event: the
+        // channel is never full.
+        let capacity = requests.iter().map(|request| request.max_tokens + 2).sum();
         let (sender, events) = mpsc::channel(capacity);
         let mut choices = Vec::with_capacity(requests.len());
         for request in requests {
@@ -102,7 +108,7 @@ impl Generation {
             choices.push(Choice { text, tokens: 0, open: Some(open) });
         }
         let prompt_tokens = job.prompts.iter().map(Vec::len).sum();
-        let usage = Usage { prompt_tokens, completion_tokens: 0 };
+        let usage = Usage { prompt_tokens, ..Usage::default() };
         ticket.log.count_tokens(usage);
         Ok(Self {
             state: state.clone(),
@@ -112,6 +118,7 @@ impl Generation {
             deadline: Box::pin(sleep_until(ticket.deadline)),
             usage,
             ticket,
+            ignore_eos: job.params.ignore_eos,
         })
     }
 
@@ -130,11 +137,15 @@ impl Generation {
             return Ok(None); // events that were under way when a stop string was met
         };
         let (delta, finish) = match event {
+            Event::Started { cached } => {
+                self.usage.cached_tokens += cached;
+                return Ok(None);
+            }
             Event::Token { index: position, token, logprobs } => {
                 choice.expect_position(position)?;
                 self.usage.completion_tokens += 1;
                 self.ticket.log.count_tokens(self.usage);
-                if self.state.text().stop_tokens().contains(&token) {
+                if !self.ignore_eos && self.state.text().stop_tokens().contains(&token) {
                     return Ok(None); // not shown; `Finished` follows
                 }
                 let listed = logprobs.filter(|_| !self.state.text().is_special(token));
@@ -147,9 +158,9 @@ impl Generation {
                 let finish = if step.stopped { Finish::Stop } else { finish_of(reason)? };
                 (step.delta, Some(finish))
             }
-            Event::Failed { message, retriable } => {
+            Event::Failed { message, cause } => {
                 choice.settle();
-                return Err(ApiError::Failed { message, retriable });
+                return Err(ApiError::Failed { message, cause });
             }
         };
         if finish.is_some() {
@@ -225,8 +236,27 @@ fn finish_of(reason: FinishReason) -> Result<Finish, ApiError> {
     }
 }
 
-fn engine_requests(state: &ApiState, job: &Job) -> Result<Vec<Request>, ApiError> {
+fn engine_requests(state: &ApiState, job: &Job, ticket: &Ticket) -> Result<Vec<Request>, ApiError> {
+    let left = ticket.deadline.saturating_duration_since(Instant::now());
+    let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+    // Service is fair between the users that a front end names, or between addresses.
+    let client = match job.params.client.as_str() {
+        "" => &ticket.client,
+        user => user,
+    };
     let context_tokens = state.engine().context_length();
+    let params = &job.params;
+    let mut sampling = params.sampling.clone();
+    // Only the penalty needs the breakers; each is known by its last token.
+    if sampling.dry_multiplier != 0.0 {
+        for text in &params.breakers {
+            sampling.dry_breakers.extend(state.text().encode(text, false)?.last());
+        }
+    }
+    let stop_tokens = match params.ignore_eos {
+        true => Vec::new(),
+        false => state.text().stop_tokens().to_vec(),
+    };
     let mut requests = Vec::with_capacity(job.prompts.len() * job.params.n);
     for prompt in &job.prompts {
         let room = context_tokens.saturating_sub(prompt.len());
@@ -237,17 +267,22 @@ fn engine_requests(state: &ApiState, job: &Job) -> Result<Vec<Request>, ApiError
                 param: job.prompt_param,
             });
         }
-        for i in 0..job.params.n {
-            let mut sampling = job.params.sampling.clone();
+        for i in 0..params.n {
+            let mut sampling = sampling.clone();
             sampling.seed = sampling.seed.wrapping_add(i as u64);
             requests.push(Request {
-                id: state.engine().next_id(),
-                prompt: prompt.clone(),
-                emitted: Vec::new(),
-                max_tokens: job.params.max_tokens.map_or(room, |asked| asked.min(room)),
                 sampling,
-                stop_tokens: state.text().stop_tokens().to_vec(),
+                stop_tokens: stop_tokens.clone(),
+                client: client.to_owned(),
+                priority: params.priority,
+                timeout_ms: Some(timeout_ms),
                 logprobs: job.logprobs,
+                grammar: params.grammar.clone(),
+                ..Request::new(
+                    state.engine().next_id(),
+                    prompt.clone(),
+                    params.max_tokens.map_or(room, |asked| asked.min(room)),
+                )
             });
         }
     }
@@ -259,13 +294,14 @@ fn engine_requests(state: &ApiState, job: &Job) -> Result<Vec<Request>, ApiError
 struct Sink {
     index: usize,
     tokens_left: usize,
+    started: bool,
     ended: bool,
     events: mpsc::Sender<(usize, Event)>,
 }
 
 impl Sink {
     fn new(index: usize, max_tokens: usize, events: mpsc::Sender<(usize, Event)>) -> Self {
-        Self { index, tokens_left: max_tokens, ended: false, events }
+        Self { index, tokens_left: max_tokens, started: false, ended: false, events }
     }
 }
 
@@ -273,6 +309,8 @@ impl EventSink for Sink {
     fn emit(&mut self, event: Event) -> bool {
         match event {
             _ if self.ended => return false,
+            Event::Started { .. } if self.started => return true,
+            Event::Started { .. } => self.started = true,
             Event::Token { .. } if self.tokens_left == 0 => return false,
             Event::Token { .. } => self.tokens_left -= 1,
             Event::Finished { .. } | Event::Failed { .. } => self.ended = true,
@@ -284,7 +322,7 @@ impl EventSink for Sink {
 impl Drop for Sink {
     fn drop(&mut self) {
         let message = "the engine gave the request up without saying why".into();
-        self.emit(Event::Failed { message, retriable: true });
+        self.emit(Event::Failed { message, cause: Failure::Retriable });
     }
 }
 

@@ -49,6 +49,8 @@ mod fields;
 mod generation;
 mod logprobs;
 mod params;
+mod response_format;
+mod sampling;
 mod server;
 pub mod text;
 mod text_model;

@@ -1,18 +1,21 @@
 //! The parameters that chat and text completions share.
 
 use std::hash::{BuildHasher, RandomState};
+use std::ops::RangeInclusive;
 
 use serde_json::Value;
-use yunta_engine::SamplingParams;
+use yunta_engine::{Grammar, SamplingParams};
 
 use crate::config::ServerConfig;
 use crate::error::ApiError;
 use crate::fields::{Fields, mismatch};
 use crate::text::StopStrings;
+use crate::{response_format, sampling};
 
 const CHOICES_MAX: i64 = 16;
 const STOP_STRINGS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1024;
+const PRIORITIES: RangeInclusive<i64> = -100..=100;
 
 /// What a request says about generation, besides the prompt.
 #[derive(Clone, Debug)]
@@ -20,6 +23,16 @@ pub(crate) struct Params {
     /// Outputs per prompt; the i-th is drawn with `sampling.seed + i`.
     pub(crate) n: usize,
     pub(crate) sampling: SamplingParams,
+    /// Texts that no repetition reaches across, for the DRY penalty.
+    pub(crate) breakers: Vec<String>,
+    /// What the output must obey.
+    pub(crate) grammar: Option<Grammar>,
+    /// Whether the model's end-of-sequence tokens are tokens like others.
+    pub(crate) ignore_eos: bool,
+    /// Who asks, as far as the request says: service is shared fairly between clients.
+    pub(crate) client: String,
+    /// Lower goes first.
+    pub(crate) priority: i32,
     /// `None`: up to the end of the context.
     pub(crate) max_tokens: Option<usize>,
     pub(crate) stops: StopStrings,
@@ -35,10 +48,14 @@ pub(crate) struct StreamOptions {
 impl Params {
     pub(crate) fn read(fields: Fields<'_>, config: &ServerConfig) -> Result<Self, ApiError> {
         check_model(fields, config)?;
-        refuse_what_is_not_supported(fields)?;
         Ok(Self {
             n: fields.integer("n", 1..=CHOICES_MAX)?.map_or(1, |n| n as usize),
-            sampling: sampling(fields)?,
+            sampling: sampling::read(fields)?,
+            breakers: sampling::breakers(fields)?,
+            grammar: response_format::read(fields)?,
+            ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
+            client: fields.string("user")?.unwrap_or_default().to_owned(),
+            priority: fields.integer("priority", PRIORITIES)?.unwrap_or(0) as i32,
             max_tokens: max_tokens(fields)?,
             stops: StopStrings::new(stop_strings(fields)?),
             stream: stream_options(fields)?,
@@ -59,50 +76,9 @@ pub(crate) fn unknown_model(name: &str, config: &ServerConfig) -> ApiError {
     ApiError::UnknownModel { name: name.to_owned(), served }
 }
 
-/// Parameters that change the output and that the engine can't honour are refused, unless they
-/// have the value that changes nothing.
-fn refuse_what_is_not_supported(fields: Fields<'_>) -> Result<(), ApiError> {
-    for name in ["frequency_penalty", "presence_penalty"] {
-        if fields.number(name, -2.0..=2.0)?.is_some_and(|penalty| penalty != 0.0) {
-            return Err(unsupported(name, "only 0 is accepted"));
-        }
-    }
-    if fields.object("logit_bias")?.is_some_and(|bias| !bias.is_empty()) {
-        return Err(unsupported("logit_bias", "only {} is accepted"));
-    }
-    let Some(format) = fields.object("response_format")? else { return Ok(()) };
-    match Fields::new(format).string("type")? {
-        Some("text") => Ok(()),
-        Some(kind @ ("json_object" | "json_schema")) => Err(unsupported(
-            "response_format",
-            &format!("`{kind}` needs constrained decoding; use {{\"type\": \"text\"}}"),
-        )),
-        _ => Err(ApiError::invalid("response_format", "response_format.type must be \"text\"")),
-    }
-}
-
 /// The error for something that is valid, but not offered.
 pub(crate) fn unsupported(param: &str, hint: &str) -> ApiError {
     ApiError::invalid(param, format!("{param} is not supported yet: {hint}"))
-}
-
-fn sampling(fields: Fields<'_>) -> Result<SamplingParams, ApiError> {
-    let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0) as f32;
-    let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(1.0) as f32;
-    // -1 is the customary spelling of "all" beside 0.
-    let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?.unwrap_or(0).max(0) as usize;
-    let min_p = fields.number("min_p", 0.0..=1.0)?.unwrap_or(0.0) as f32;
-    let seed = seed(fields)?.unwrap_or_else(random_u64);
-    // The smallest nucleus is the likeliest token alone.
-    let temperature = if top_p == 0.0 { 0.0 } else { temperature };
-    let top_p = if top_p == 0.0 { 1.0 } else { top_p };
-    Ok(SamplingParams { temperature, top_k, top_p, min_p, seed })
-}
-
-fn seed(fields: Fields<'_>) -> Result<Option<u64>, ApiError> {
-    let Some(value) = fields.get("seed") else { return Ok(None) };
-    let bits = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
-    bits.map(Some).ok_or_else(|| mismatch("seed", "a whole number of at most 64 bits", value))
 }
 
 /// A number nobody can predict; enough for seeds and ids, not for keys.
@@ -175,27 +151,8 @@ mod tests {
     }
 
     #[test]
-    fn negative_seeds_are_kept_bit_by_bit() {
-        assert_eq!(read(json!({"seed": -1})).unwrap().sampling.seed, u64::MAX);
-        assert_eq!(read(json!({"seed": u64::MAX})).unwrap().sampling.seed, u64::MAX);
-    }
-
-    #[test]
-    fn absent_seeds_differ() {
-        let seed = || read(json!({})).unwrap().sampling.seed;
-        assert_ne!(seed(), seed());
-    }
-
-    #[test]
-    fn an_empty_nucleus_is_greedy() {
-        let sampling = read(json!({"top_p": 0})).unwrap().sampling;
-        assert_eq!((sampling.temperature, sampling.top_p), (0.0, 1.0));
-    }
-
-    #[test]
     fn neutral_values_of_unsupported_parameters_pass() {
         read(json!({
-            "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
             "response_format": {"type": "text"}, "user": "u", "unheard_of": [1],
         }))
         .unwrap();

@@ -1,11 +1,12 @@
 //! Routes, admission, and the life of the server.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, Extension, FromRequest, Path, Request, State};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, Extension, FromRequest, Path, Request, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -137,7 +138,8 @@ pub async fn serve(
             tracing::debug!(%error, "a connection goes without its socket options");
         }
     });
-    let server = axum::serve(listener, router(state.clone())).with_graceful_shutdown(signal);
+    let routes = router(state.clone()).into_make_service_with_connect_info::<SocketAddr>();
+    let server = axum::serve(listener, routes).with_graceful_shutdown(signal);
     let bound = async {
         if draining.await.is_err() {
             std::future::pending::<()>().await; // the server ended by itself
@@ -237,7 +239,9 @@ async fn generate<F: Format>(
     prepare: Prepare<F>,
 ) -> Result<Response, ApiError> {
     let deadline = state.request_deadline();
-    let ticket = Ticket { _place: state.admit()?, log, deadline };
+    let peer = request.extensions().get::<ConnectInfo<SocketAddr>>();
+    let client = peer.map_or_else(String::new, |p| p.0.ip().to_string());
+    let ticket = Ticket { _place: state.admit()?, log, deadline, client };
     let body = read_body(state.config(), request).await?;
     // The ticket goes along, so that work whose client has left still takes up its place.
     let preparing = {

@@ -36,6 +36,7 @@ fn a_whole_answer_has_openais_shape() {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     });
     assert_eq!(answer, expected);
@@ -78,9 +79,9 @@ fn tools_and_template_variables_reach_the_template() {
         let bytes = engine.request().prompt.iter().map(|&token| token as u8).collect();
         String::from_utf8(bytes).unwrap()
     };
-    let tools = json!([{"type": "function"}]);
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
     let prompt = prompt_for(json!({"tools": tools, "tool_choice": "auto"}));
-    assert!(prompt.contains("tools:[{\"type\":\"function\"}]"), "{prompt}");
+    assert!(prompt.contains(&format!("tools:{tools}")), "{prompt}");
     assert!(prompt.contains("tool_choice=\"auto\""), "{prompt}");
     let prompt = prompt_for(json!({"tools": tools, "tool_choice": "none"}));
     assert!(!prompt.contains("tools:"), "{prompt}");
@@ -119,7 +120,8 @@ fn usage_comes_last_and_is_null_before() {
     let mut chunks = start(&engine).post(CHAT, &chat("a", fields)).chunks();
     let last = chunks.pop().unwrap();
     assert_eq!(last["choices"], json!([]));
-    let usage = json!({"prompt_tokens": 17, "completion_tokens": 3, "total_tokens": 20});
+    let usage = json!({"prompt_tokens": 17, "completion_tokens": 3, "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0}});
     assert_eq!(last["usage"], usage);
     assert_eq!(chunks.len(), 4);
     assert!(chunks.iter().all(|chunk| chunk.get("usage") == Some(&Value::Null)));

@@ -19,7 +19,8 @@ fn a_whole_answer_has_openais_shape() {
     assert_eq!(answer["object"], "text_completion");
     let choice = json!({"index": 0, "text": "Hi", "logprobs": null, "finish_reason": "stop"});
     assert_eq!(answer["choices"], json!([choice]));
-    let usage = json!({"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6});
+    let usage = json!({"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0}});
     assert_eq!(answer["usage"], usage);
     assert_eq!(engine.request().prompt, [BOS, 97, 98]);
 }

@@ -6,6 +6,7 @@ mod common;
 use std::io::Read;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
+use yunta_engine::Failure;
 
 use common::client::{open, read_reply};
 use common::engine::{Act, ScriptedEngine, answer, say};
@@ -72,8 +73,8 @@ fn local_pages_may_call_and_others_may_not() {
 #[test]
 fn a_failure_before_the_answer_is_an_error_status() {
     for (act, status, retry) in [
-        (Act::Fail { retriable: true }, 503, true),
-        (Act::Fail { retriable: false }, 500, false),
+        (Act::Fail { cause: Failure::Retriable }, 503, true),
+        (Act::Fail { cause: Failure::Internal }, 500, false),
         (Act::Vanish, 503, true),
     ] {
         let engine = ScriptedEngine::new(move |_| vec![say("half"), act.clone()]);
@@ -86,7 +87,7 @@ fn a_failure_before_the_answer_is_an_error_status() {
 
 #[test]
 fn a_failure_in_mid_stream_is_the_last_event() {
-    for act in [Act::Fail { retriable: true }, Act::Vanish] {
+    for act in [Act::Fail { cause: Failure::Retriable }, Act::Vanish] {
         let engine = ScriptedEngine::new(move |_| vec![say("half"), act.clone()]);
         let reply = start(&engine).post(CHAT, &chat("a", json!({"stream": true})));
         assert_eq!(reply.status, 200);
@@ -102,7 +103,7 @@ fn a_failure_in_mid_stream_is_the_last_event() {
 fn one_failed_output_cancels_the_others() {
     let engine = ScriptedEngine::new(|request| match request.sampling.seed {
         0 => vec![say("a"), Act::AwaitCancel],
-        _ => vec![Act::Fail { retriable: true }],
+        _ => vec![Act::Fail { cause: Failure::Retriable }],
     });
     let reply = start(&engine).post(CHAT, &chat("a", json!({"n": 2, "seed": 0})));
     assert_eq!(reply.status, 503);

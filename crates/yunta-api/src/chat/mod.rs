@@ -2,12 +2,14 @@
 
 mod format;
 mod messages;
+mod tools;
 
 use serde_json::{Map, Value};
 
 pub(crate) use self::format::ChatFormat;
+use self::tools::Tools;
 use crate::error::ApiError;
-use crate::fields::{Fields, mismatch};
+use crate::fields::Fields;
 use crate::generation::Job;
 use crate::params::Params;
 use crate::server::ApiState;
@@ -21,19 +23,27 @@ pub(crate) fn prepare(
     body: &Map<String, Value>,
 ) -> Result<(Job, ChatFormat), ApiError> {
     let fields = Fields::new(body);
-    let params = Params::read(fields, state.config())?;
+    let mut params = Params::read(fields, state.config())?;
     let logprobs = logprobs(fields)?;
     let messages = messages::read(fields)?;
-    let tools = tools(fields)?;
+    let tools = Tools::read(fields)?;
+    if let Some(calls) = tools.as_ref().and_then(Tools::grammar) {
+        if params.grammar.is_some() {
+            let message = "an output can't be both a tool call and of a response format";
+            return Err(ApiError::invalid("response_format", message));
+        }
+        params.grammar = Some(calls);
+    }
     let variables = template_variables(fields)?;
-    let prompt = state.text().render_chat(&messages, tools, &variables)?;
+    let shown = fields.get("tools").filter(|_| tools.is_some());
+    let prompt = state.text().render_chat(&messages, shown, &variables)?;
     // Templates write the beginning of the sequence themselves.
     let tokens = state.text().encode(&prompt, false)?;
     if tokens.is_empty() {
         return Err(ApiError::invalid("messages", "the messages make an empty prompt"));
     }
     let job = Job { prompts: vec![tokens], logprobs, prompt_param: "messages", params };
-    Ok((job, ChatFormat::new(state.text().clone(), logprobs.is_some())))
+    Ok((job, ChatFormat::new(state.text().clone(), logprobs.is_some(), tools.is_some())))
 }
 
 /// `Some(k)`: with the log-probabilities of the `k` likeliest tokens.
@@ -47,25 +57,6 @@ fn logprobs(fields: Fields<'_>) -> Result<Option<usize>, ApiError> {
             Err(ApiError::invalid("top_logprobs", "top_logprobs needs logprobs to be true"))
         }
     }
-}
-
-/// The tools that the template shows to the model; none if the model is not to call any.
-fn tools<'a>(fields: Fields<'a>) -> Result<Option<&'a Value>, ApiError> {
-    let tools = fields.array("tools")?;
-    if let Some((i, tool)) = tools.into_iter().flatten().enumerate().find(|(_, t)| !t.is_object()) {
-        return Err(mismatch(&format!("tools[{i}]"), "an object", tool));
-    }
-    let choice = fields.get("tool_choice");
-    match choice {
-        Some(Value::String(choice)) if choice == "none" => return Ok(None),
-        None | Some(Value::Object(_)) => {}
-        Some(Value::String(choice)) if choice == "auto" || choice == "required" => {}
-        Some(other) => {
-            let expected = "\"none\", \"auto\", \"required\" or an object";
-            return Err(mismatch("tool_choice", expected, other));
-        }
-    }
-    Ok(fields.get("tools").filter(|_| tools.is_some_and(|tools| !tools.is_empty())))
 }
 
 /// Variables of the template: those the client sets in `chat_template_kwargs` (as vLLM and

@@ -1,12 +1,12 @@
 //! An engine that plays a script.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use yunta_engine::{
-    Engine, EngineStatus, Event, EventSink, FinishReason, Request, RequestId, SubmitError,
+    Engine, EngineStatus, Event, EventSink, Failure, FinishReason, Request, RequestId, SubmitError,
     TokenLogprobs,
 };
 
@@ -27,7 +27,7 @@ pub enum Act {
     /// Ends.
     Finish(FinishReason),
     /// Gives up.
-    Fail { retriable: bool },
+    Fail { cause: Failure },
     /// Counts a token that it does not report.
     Skip,
     /// Drops the sink without a word.
@@ -51,6 +51,8 @@ pub struct ScriptedEngine {
     script: Box<Script>,
     shared: Arc<Shared>,
     next_id: AtomicU64,
+    /// 100 tokens, unless a test needs more.
+    pub context: AtomicUsize,
     pub ready: AtomicBool,
     pub refusal: Mutex<Option<SubmitError>>,
     pub requests: Mutex<Vec<Request>>,
@@ -68,6 +70,7 @@ impl ScriptedEngine {
             script: Box::new(script),
             shared: Arc::default(),
             next_id: AtomicU64::new(1),
+            context: AtomicUsize::new(100),
             ready: AtomicBool::new(true),
             refusal: Mutex::new(None),
             requests: Mutex::default(),
@@ -138,7 +141,7 @@ impl Engine for ScriptedEngine {
     }
 
     fn context_length(&self) -> usize {
-        100
+        self.context.load(SeqCst)
     }
 }
 
@@ -166,9 +169,9 @@ fn play(request: &Request, acts: Vec<Act>, mut sink: Box<dyn EventSink>, shared:
             Act::Finish(reason) => {
                 sink.emit(Event::Finished { reason });
             }
-            Act::Fail { retriable } => {
+            Act::Fail { cause } => {
                 let message = "rank 1 was lost during all_reduce".into();
-                sink.emit(Event::Failed { message, retriable });
+                sink.emit(Event::Failed { message, cause });
             }
             Act::Skip => index += 1,
             Act::Vanish => return,
