@@ -1,8 +1,11 @@
 //! Options that several commands share.
 
+use std::path::PathBuf;
+
 use anyhow::{Result, bail};
-use clap::Args;
-use yunta_model::{Dims, Plan};
+use clap::{Args, ValueEnum};
+use yunta_cluster::Emulation;
+use yunta_model::{Dims, KvType, Plan};
 
 /// Which model, how it is cut, and how it computes.
 #[derive(Args, Clone)]
@@ -27,6 +30,26 @@ impl ComputeArgs {
     }
 }
 
+/// How keys and values are kept.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KvArg {
+    /// 16-bit floating point
+    F16,
+    /// 8 bits, and a scale for every 32 elements
+    Q8,
+}
+
+impl ComputeArgs {
+    /// The kind of cache: with `--float32` all of it is.
+    pub(crate) fn kv_type(&self, kv: KvArg) -> KvType {
+        match kv {
+            KvArg::Q8 => KvType::I8,
+            KvArg::F16 if self.float32 => KvType::F32,
+            KvArg::F16 => KvType::F16,
+        }
+    }
+}
+
 /// How a model serves requests.
 #[derive(Args, Clone)]
 pub(crate) struct ModelArgs {
@@ -36,8 +59,33 @@ pub(crate) struct ModelArgs {
     #[arg(long)]
     pub(crate) context: Option<usize>,
     /// Sequences computed at once
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 32)]
     pub(crate) slots: usize,
+    /// Requests that may wait beside those; more are refused with 429
+    #[arg(long, default_value_t = 64)]
+    pub(crate) queue: usize,
+    /// Tokens in the KV cache, shared by all sequences [default: 16 contexts, in at most a third of
+    /// the free memory]
+    #[arg(long)]
+    pub(crate) kv_tokens: Option<usize>,
+    /// How keys and values are kept: f16, or q8 for half the memory
+    #[arg(long, value_enum, default_value_t = KvArg::F16)]
+    pub(crate) kv: KvArg,
+    /// How much longer a step may take for the sake of a new prompt while others are answered
+    #[arg(long, default_value_t = 2.0)]
+    pub(crate) stall_ratio: f64,
+    /// Tokens guessed ahead at most, where the text repeats itself (0: none); the output is the same
+    #[arg(long, default_value_t = 15)]
+    pub(crate) draft_tokens: usize,
+    /// A small model of the same family that guesses ahead; the output is the same
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) draft_model: Option<String>,
+    /// Keep computed prefixes (long system prompts) in this folder, for the next start
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) prefix_cache: Option<PathBuf>,
+    /// MiB that each rank may keep there
+    #[arg(long, default_value_t = 1024, value_name = "MIB")]
+    pub(crate) prefix_cache_mib: u64,
     /// Tokens per step: prompts are computed in chunks of so many
     #[arg(long, default_value_t = 512, visible_alias = "prefill-step-size")]
     pub(crate) step_tokens: usize,
@@ -67,9 +115,23 @@ pub(crate) struct CutArgs {
     /// Uneven cut into stages, as proportions: 2,1
     #[arg(long, value_delimiter = ',', value_name = "SHARES")]
     pub(crate) pipeline_shares: Option<Vec<f64>>,
+    /// Keep every rank to cores of its own, as many as it has threads (to emulate machines)
+    #[arg(long)]
+    pub(crate) pin: bool,
+    /// Delay what ranks send by so many microseconds (to emulate a network)
+    #[arg(long, default_value_t = 0, value_name = "US")]
+    pub(crate) link_latency: u64,
+    /// Limit each link between ranks to so many gigabits per second (to emulate a network)
+    #[arg(long, value_name = "GBPS")]
+    pub(crate) link_bandwidth: Option<f64>,
 }
 
 impl CutArgs {
+    /// What was asked for to emulate several machines.
+    pub(crate) fn emulation(&self) -> Emulation {
+        Emulation { pin: self.pin, latency_us: self.link_latency, gbps: self.link_bandwidth }
+    }
+
     /// The plan for a model of these dimensions.
     pub(crate) fn plan(&self, dims: &Dims) -> Result<Plan> {
         let shares = |n: Option<usize>, shares: &Option<Vec<f64>>, what: &str| {

@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use yunta_engine::{Engine, Request, SamplingParams};
 
-use crate::args::{ComputeArgs, ModelArgs};
+use crate::args::{ComputeArgs, KvArg, ModelArgs};
 use crate::session::{self, Outcome};
 use crate::start;
 
@@ -35,6 +35,9 @@ pub(crate) struct BenchArgs {
     /// Tokens per step: prompts are computed in chunks of so many
     #[arg(long, default_value_t = 512)]
     prefill_step_size: usize,
+    /// How keys and values are kept
+    #[arg(long, value_enum, default_value_t = KvArg::F16)]
+    kv: KvArg,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -55,6 +58,16 @@ pub(crate) fn run(args: BenchArgs) -> Result<ExitCode> {
         compute: args.compute.clone(),
         context: Some(context),
         slots: args.batch_size,
+        queue: 0,
+        kv_tokens: Some(2 * args.batch_size * context),
+        kv: args.kv,
+        // Prompts and answers are measured apart: nothing is held back for the streams, and
+        // nothing guessed, since the text of a benchmark repeats itself.
+        stall_ratio: 1e6,
+        draft_tokens: 0,
+        draft_model: None,
+        prefix_cache: None,
+        prefix_cache_mib: 0,
         step_tokens: args.prefill_step_size,
         step_timeout: 600,
     })?;
@@ -62,7 +75,7 @@ pub(crate) fn run(args: BenchArgs) -> Result<ExitCode> {
     let instance = start::launch(&prepared)?;
     let mut trials = Vec::new();
     for i in 0..=args.num_trials {
-        let trial = trial(&args, &instance, vocab)?;
+        let trial = trial(&args, &instance, vocab, i)?;
         if i == 0 {
             continue;
         }
@@ -100,30 +113,32 @@ fn number(report: &Value, field: &str) -> f64 {
     report[field].as_f64().unwrap_or(0.0)
 }
 
-/// Tokens spread over the vocabulary, the same in every run: what they say does not matter.
-fn prompt(length: usize, vocab: usize) -> Vec<u32> {
-    (0..length).map(|i| ((i * 7919 + 13) % vocab) as u32).collect()
+/// Tokens spread over the vocabulary, the same in every run: what they say does not matter. Each
+/// number has a prompt of its own, which no cache knows.
+fn prompt(number: usize, length: usize, vocab: usize) -> Vec<u32> {
+    (0..length).map(|i| (((i + number * 31) * 7919 + 13) % vocab) as u32).collect()
 }
 
 /// One run of the whole batch. Rates are of all sequences together.
-fn trial(args: &BenchArgs, engine: &dyn Engine, vocab: usize) -> Result<Trial> {
-    let one = |tokens: usize, generate: usize| -> Result<Outcome> {
+fn trial(args: &BenchArgs, engine: &dyn Engine, vocab: usize, number: usize) -> Result<Trial> {
+    let one = |sequence: usize, tokens: usize, generate: usize| -> Result<Outcome> {
+        let number = number * args.batch_size + sequence;
         let request = Request {
-            id: engine.next_id(),
-            prompt: prompt(tokens, vocab),
-            emitted: Vec::new(),
-            max_tokens: generate,
-            sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-            stop_tokens: Vec::new(),
-            logprobs: None,
+            sampling: SamplingParams::greedy(),
+            ..Request::new(engine.next_id(), prompt(number, tokens, vocab), generate)
         };
         session::run(engine, request, None, |_| Ok(()))
     };
-    // What the context costs by itself, to be taken off the prompt's time.
-    let context = if args.depth > 0 { one(args.depth, 1)?.first_token() } else { Duration::ZERO };
+    // The context's keys and values are in the cache by the time that the prompt comes.
+    for sequence in (0..args.batch_size).filter(|_| args.depth > 0) {
+        one(sequence, args.depth, 1)?;
+    }
     let outcomes = std::thread::scope(|scope| {
-        let run = || one(args.depth + args.prompt_tokens, args.generation_tokens.max(1));
-        let threads: Vec<_> = (0..args.batch_size).map(|_| scope.spawn(run)).collect();
+        let run = |sequence: usize| {
+            one(sequence, args.depth + args.prompt_tokens, args.generation_tokens.max(1))
+        };
+        let threads: Vec<_> =
+            (0..args.batch_size).map(|sequence| scope.spawn(move || run(sequence))).collect();
         let join = |t: std::thread::ScopedJoinHandle<'_, Result<Outcome>>| {
             t.join().map_err(|_| anyhow::anyhow!("a client thread panicked"))?
         };
@@ -131,7 +146,7 @@ fn trial(args: &BenchArgs, engine: &dyn Engine, vocab: usize) -> Result<Trial> {
     })?;
     let first = outcomes.iter().map(Outcome::first_token).max().context("no outcome")?;
     let last = outcomes.iter().map(Outcome::last_token).max().context("no outcome")?;
-    let prompt_time = first.saturating_sub(context.mul_f64(args.batch_size as f64)).as_secs_f64();
+    let prompt_time = first.as_secs_f64();
     // While all sequences generate: behind the last first token.
     let generated = outcomes.iter().flat_map(|o| &o.times).filter(|t| **t > first).count();
     let generation_time = (last - first).as_secs_f64();

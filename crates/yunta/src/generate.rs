@@ -80,19 +80,17 @@ pub(crate) fn request(
     logprobs: Option<usize>,
 ) -> Request {
     Request {
-        id: engine.next_id(),
-        prompt,
-        emitted: Vec::new(),
-        max_tokens: s.max_tokens,
         sampling: SamplingParams {
             temperature: s.temperature,
             top_k: s.top_k,
             top_p: s.top_p,
             min_p: s.min_p,
             seed: s.seed.unwrap_or_else(start::random_seed),
+            ..SamplingParams::default()
         },
         stop_tokens,
         logprobs,
+        ..Request::new(engine.next_id(), prompt, s.max_tokens)
     }
 }
 

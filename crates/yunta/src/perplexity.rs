@@ -11,7 +11,7 @@ use yunta_checkpoint::Checkpoint;
 use yunta_engine::{LocalConfig, LocalModel, perplexity};
 use yunta_tensor::Precision;
 
-use crate::args::ComputeArgs;
+use crate::args::{ComputeArgs, KvArg};
 use crate::start;
 
 /// Arguments of `yunta perplexity`.
@@ -25,6 +25,9 @@ pub(crate) struct PerplexityArgs {
     /// Tokens per chunk; the second half of each is scored
     #[arg(long, short = 'c', default_value_t = 512)]
     context: usize,
+    /// How keys and values are kept
+    #[arg(long, value_enum, default_value_t = KvArg::F16)]
+    kv: KvArg,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -39,7 +42,8 @@ pub(crate) fn run(args: PerplexityArgs) -> Result<ExitCode> {
     let plan = args.compute.cut.plan(&yunta_model::dims(&checkpoint)?)?;
     let threads = args.compute.threads(plan.size());
     let precision = if args.compute.float32 { Precision::Float32 } else { Precision::Fast };
-    let config = LocalConfig { plan, slots: 1, context: args.context, threads, precision };
+    let kv = args.compute.kv_type(args.kv);
+    let config = LocalConfig { plan, slots: 1, context: args.context, threads, precision, kv };
     let mut model = LocalModel::load(&checkpoint, &config)?;
     // As llama-perplexity: every chunk starts with BOS if the model's prompts do.
     let plain = tokenizer.encode(&text, false)?;

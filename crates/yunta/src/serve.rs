@@ -45,7 +45,14 @@ pub(crate) fn run(args: ServeArgs) -> Result<ExitCode> {
     let name =
         args.served_name.unwrap_or_else(|| yunta_hub::served_name(&args.model.compute.model));
     announce(&name, local, prepared.config.plan.size());
-    let config = ServerConfig { api_key: args.api_key.map(ApiKey::new), ..ServerConfig::new(name) };
+    // What the user typed is a name too: clients will be given it.
+    let typed = args.model.compute.model;
+    let is_name = typed != name && !std::path::Path::new(&typed).exists();
+    let config = ServerConfig {
+        api_key: args.api_key.map(ApiKey::new),
+        aliases: if is_name { vec![typed] } else { Vec::new() },
+        ..ServerConfig::new(name)
+    };
     let state = ApiState::new(config, instance.clone(), Arc::new(text));
     runtime.block_on(yunta_api::serve(listener, state, shutdown()))?;
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));

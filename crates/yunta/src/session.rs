@@ -68,6 +68,7 @@ pub(crate) fn run(
                 outcome.logprobs.extend(logprobs);
                 on_token(token)?;
             }
+            Ok(Event::Started { .. }) => {}
             Ok(Event::Finished { reason }) => {
                 outcome.reason = reason;
                 return Ok(outcome);

@@ -5,19 +5,22 @@ use std::hash::{BuildHasher, Hasher};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use tracing_subscriber::EnvFilter;
 use yunta_checkpoint::Checkpoint;
-use yunta_cluster::{Instance, InstanceConfig};
+use yunta_cluster::{Instance, InstanceConfig, Limits, PrefixCache};
 use yunta_hub::{Hub, TerminalProgress};
+use yunta_model::{CacheOptions, Dims, KV_BLOCK, KvType};
 
 use crate::args::ModelArgs;
 
 /// Sequences longer than this must be asked for: they take memory.
 const CONTEXT_DEFAULT_MAX: usize = 8192;
-/// Requests that may wait beside those that run.
-const QUEUE: usize = 64;
+/// The KV cache holds so many contexts, if there is memory.
+const CONTEXTS: usize = 16;
+/// Free memory that the KV cache may take: one in so many parts.
+const MEMORY_PARTS: u64 = 3;
 
 /// Logs go to standard error; `YUNTA_LOG` chooses (`info`, `yunta_api=debug`, ...).
 pub(crate) fn init_logging() {
@@ -47,15 +50,73 @@ pub(crate) fn prepare(args: &ModelArgs) -> Result<Prepared> {
         program: std::env::current_exe().context("where this program lies is not known")?,
         model: path,
         plan,
-        slots: args.slots.max(1),
-        context: args.context.unwrap_or(dims.context.min(CONTEXT_DEFAULT_MAX)),
-        step_tokens: args.step_tokens.max(1),
-        queue: QUEUE,
+        limits: limits(args, &dims),
         threads: args.compute.threads(ranks),
         float32: args.compute.float32,
         step_timeout: Duration::from_secs(args.step_timeout.max(1)),
+        draft_model: args
+            .draft_model
+            .as_deref()
+            .map(|m| draft_model(m, &checkpoint))
+            .transpose()?,
+        prefix_cache: args
+            .prefix_cache
+            .clone()
+            .map(|folder| PrefixCache { folder, bytes_max: args.prefix_cache_mib << 20 }),
+        emulation: args.compute.cut.emulation(),
     };
     Ok(Prepared { checkpoint, config })
+}
+
+/// Finds the draft model, which must have the same tokens.
+fn draft_model(name: &str, large: &Checkpoint) -> Result<PathBuf> {
+    let path = find_model(name)?;
+    let small = Checkpoint::open(&path)?;
+    let width = |c: &Checkpoint| yunta_model::dims(c).map(|d| d.vocab);
+    let (a, b) = (large.tokenizer()?, small.tokenizer()?);
+    let vocab = width(large)?;
+    let same = |t: u32| a.token_bytes(t) == b.token_bytes(t);
+    if vocab != width(&small)? || !(0..vocab as u32).all(same) {
+        bail!("{name} has other tokens than the model: it can't guess ahead for it");
+    }
+    Ok(path)
+}
+
+/// Bytes of keys and values of one token, over all layers.
+fn token_bytes(kind: KvType, dims: &Dims) -> u64 {
+    let elements = 2 * dims.layers as u64 * dims.kv_heads as u64 * dims.head_dim as u64;
+    match kind {
+        KvType::F32 => elements * 4,
+        KvType::F16 => elements * 2,
+        // A 4-byte scale for every 32 elements.
+        KvType::I8 => elements + elements / 8,
+    }
+}
+
+fn limits(args: &ModelArgs, dims: &Dims) -> Limits {
+    let context = args.context.unwrap_or(dims.context.min(CONTEXT_DEFAULT_MAX)).max(2);
+    let kind = args.compute.kv_type(args.kv);
+    let tokens = args.kv_tokens.unwrap_or_else(|| {
+        let fits = free_memory().map(|b| b / MEMORY_PARTS / token_bytes(kind, dims).max(1));
+        let fits = fits.and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX);
+        context.saturating_mul(CONTEXTS).min(fits)
+    });
+    Limits {
+        sequences: args.slots.max(1),
+        context,
+        step_tokens: args.step_tokens.max(1),
+        queue: args.queue,
+        cache: CacheOptions { blocks: tokens.max(context).div_ceil(KV_BLOCK), kind },
+        stall_ratio: args.stall_ratio.max(1.0),
+        draft_tokens: args.draft_tokens,
+    }
+}
+
+/// Memory that programs can still get, in bytes, if the system says.
+fn free_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10)
 }
 
 /// Starts the ranks and waits until a token has gone through them, with a progress bar.

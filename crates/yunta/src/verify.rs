@@ -8,6 +8,7 @@ use clap::Args;
 use serde_json::json;
 use yunta_checkpoint::Checkpoint;
 use yunta_engine::{LocalConfig, LocalModel, Reference, Verdict};
+use yunta_model::KvType;
 use yunta_tensor::Precision;
 
 use crate::args::CutArgs;
@@ -117,6 +118,7 @@ fn verify(path: &Path, args: &VerifyArgs) -> Result<Verdict> {
         context: reference.longest() + 1,
         threads: args.threads.max(1),
         precision: Precision::Float32,
+        kv: KvType::F32,
     };
     let mut model = LocalModel::load(&checkpoint, &config)?;
     Ok(reference.compare(&mut model, &with(".safetensors"))?)
