@@ -36,4 +36,4 @@ pub use request::{
 };
 pub use sampling::{Draw, SamplingParams, logprobs, sample};
 pub use scheduler::{GrammarSource, Scheduler, SchedulerConfig, SchedulerStats, StepPlan};
-pub use yunta_grammar::{Grammar, GrammarCompiler, GrammarError};
+pub use yunta_grammar::{CallCount, CallTags, Grammar, GrammarCompiler, GrammarError};

@@ -24,6 +24,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
 mod cache;
+mod calls;
 mod compiler;
 mod constraint;
 mod error;
@@ -31,6 +32,7 @@ mod grammar;
 mod limits;
 mod vocabulary;
 
+pub use calls::{CallCount, CallTags};
 pub use compiler::GrammarCompiler;
 pub use constraint::Constraint;
 pub use error::GrammarError;

@@ -6,8 +6,8 @@ mod support;
 use proptest::prelude::*;
 use proptest::sample::{select, subsequence};
 use serde_json::{Value, json};
-use support::{Model, SMALL, SMOLLM2, schema};
-use yunta_grammar::Grammar;
+use support::{Model, Random, SMALL, SMOLLM2, allowed, schema};
+use yunta_grammar::{CallCount, CallTags, Constraint, Grammar};
 
 fn leaf() -> impl Strategy<Value = Value> {
     let string = (0..3_u32, 3..6_u32)
@@ -154,5 +154,99 @@ fn a_lark_grammar_is_followed() {
         let mut constraint = SMOLLM2.start(&Grammar::Lark(sum.to_owned()));
         let text = SMOLLM2.text(&SMOLLM2.walk(&mut constraint, seed).unwrap());
         assert_eq!(after_sum(&text), Some(""), "{text:?}");
+    }
+}
+
+const TAGS: CallTags<'static> = CallTags { open: "<tool_call>", close: "</tool_call>" };
+
+fn call_schema() -> Value {
+    json!({
+        "type": "object", "required": ["name", "arguments"], "additionalProperties": false,
+        "properties": {
+            "name": {"const": "f"},
+            "arguments": {
+                "type": "object", "required": ["count"], "additionalProperties": false,
+                "properties": {"count": {"type": "integer", "minimum": -9, "maximum": 99}},
+            },
+        },
+    })
+}
+
+/// Whether each call in an output obeys the schema; how many there are.
+fn count_calls(text: &str) -> usize {
+    let validator = jsonschema::validator_for(&call_schema()).unwrap();
+    let mut pieces = text.split(TAGS.open);
+    pieces.next();
+    pieces
+        .map(|piece| {
+            let (body, _) = piece.split_once(TAGS.close).unwrap_or_else(|| panic!("{text:?}"));
+            let body = body.strip_prefix('\n').unwrap().strip_suffix('\n').unwrap();
+            assert!(validator.is_valid(&serde_json::from_str(body).unwrap()), "{text:?}");
+        })
+        .count()
+}
+
+#[test]
+fn calls_that_must_come_do() {
+    for seed in 0..20 {
+        for (count, most) in [(CallCount::One, 1), (CallCount::Several, 500)] {
+            let grammar = Grammar::calls(TAGS, &call_schema(), count);
+            let text = SMOLLM2.text(&SMOLLM2.walk(&mut SMOLLM2.start(&grammar), seed).unwrap());
+            assert!(text.starts_with(TAGS.open), "{text:?}");
+            assert!((1..=most).contains(&count_calls(&text)), "{text:?}");
+        }
+    }
+}
+
+/// A random walk would hardly write a tag: this one is made to, as often as it may.
+#[test]
+fn calls_amid_any_text_obey_their_schema() {
+    let write = |constraint: &mut Constraint, text: &str| -> Option<Vec<u32>> {
+        let tokens = SMOLLM2.tokenizer.encode(text, false).unwrap();
+        for token in &tokens {
+            if !allowed(constraint.mask().unwrap()).contains(token) {
+                return None;
+            }
+            constraint.accept(*token).unwrap();
+        }
+        Some(tokens)
+    };
+    for (seed, count, most) in
+        (0..15).flat_map(|s| [(s, CallCount::PerhapsOne, 1), (s, CallCount::Any, 3)])
+    {
+        let grammar = Grammar::calls(TAGS, &call_schema(), count);
+        let mut constraint = SMOLLM2.start(&grammar);
+        // What only begins as a tag does is text.
+        let mut tokens = write(&mut constraint, "I\ncall <tool_<").unwrap();
+        for i in 0..most {
+            let tag = if i == 0 { "tool_call>\n{" } else { "\nand <tool_call>\n{" };
+            tokens.extend(write(&mut constraint, tag).unwrap());
+            let mut random = Random(seed);
+            while SMOLLM2.text(&tokens).matches(TAGS.close).count() <= i {
+                let token = SMOLLM2.choose(&allowed(constraint.mask().unwrap()), true, &mut random);
+                constraint.accept(token).unwrap();
+                tokens.push(token);
+                assert!(tokens.len() < 1000, "{:?}", SMOLLM2.text(&tokens));
+            }
+        }
+        assert!(allowed(constraint.mask().unwrap()).contains(&SMOLLM2.stop[0]));
+        if count == CallCount::PerhapsOne {
+            assert_eq!(write(&mut constraint, " <tool_call>"), None);
+        }
+        assert_eq!(count_calls(&SMOLLM2.text(&tokens)), most);
+    }
+}
+
+#[test]
+fn any_text_may_have_no_call() {
+    for count in [CallCount::PerhapsOne, CallCount::Any] {
+        let grammar = Grammar::calls(TAGS, &call_schema(), count);
+        let mut constraint = SMOLLM2.start(&grammar);
+        for token in SMOLLM2.tokenizer.encode("No: a < b, <tool_bar>.\n", false).unwrap() {
+            let mask = allowed(constraint.mask().unwrap());
+            assert!(mask.contains(&token) && mask.contains(&SMOLLM2.stop[0]));
+            constraint.accept(token).unwrap();
+        }
+        assert!(allowed(constraint.mask().unwrap()).contains(&SMOLLM2.stop[0]));
     }
 }
