@@ -2,10 +2,12 @@
 //!
 //! Calls are written as Hermes and Qwen models do, `<tool_call>\n{"name": …, "arguments": …}\n
 //! </tool_call>`. Where a call must come (`tool_choice` is "required" or names a function), the
-//! output is held to that form and to the schema of the function's parameters.
+//! output is held to that form and to the schema of the function's parameters. Where one may come
+//! and a function is `strict`, text is free, and calls are held to the form and, of strict
+//! functions, to the schema.
 
 use serde_json::{Map, Value, json};
-use yunta_engine::Grammar;
+use yunta_engine::{CallCount, CallTags, Grammar};
 
 use crate::error::ApiError;
 use crate::fields::{Fields, mismatch};
@@ -21,11 +23,19 @@ enum Choice {
     Named(String),
 }
 
+#[derive(Debug, PartialEq)]
+struct Function {
+    name: String,
+    /// A JSON schema.
+    parameters: Value,
+    /// Whether calls must obey the schema even where none need come.
+    strict: bool,
+}
+
 /// The tools of a request.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Tools {
-    /// Name, and schema of the parameters.
-    functions: Vec<(String, Value)>,
+    functions: Vec<Function>,
     choice: Choice,
     /// Whether there may be several calls.
     parallel: bool,
@@ -43,7 +53,7 @@ impl Tools {
             return Ok(None);
         }
         if let Choice::Named(name) = &choice
-            && functions.iter().all(|(known, _)| known != name)
+            && functions.iter().all(|known| known.name != *name)
         {
             let message = format!("tool_choice names `{name}`, which is none of the tools");
             return Err(ApiError::invalid("tool_choice", message));
@@ -52,39 +62,39 @@ impl Tools {
         Ok(Some(Self { functions, choice, parallel }))
     }
 
-    /// What the output must obey, if calls must come.
+    /// What the output must obey, if calls must come or must be right where they come.
     pub(crate) fn grammar(&self) -> Option<Grammar> {
-        let callable: Vec<Value> = self
-            .functions
-            .iter()
-            .filter(|(name, _)| match &self.choice {
-                Choice::Auto => false,
-                Choice::Required => true,
-                Choice::Named(wanted) => wanted == name,
-            })
-            .map(|(name, parameters)| {
-                json!({
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "arguments": parameters},
-                    "required": ["name", "arguments"],
-                    "additionalProperties": false,
-                })
-            })
-            .collect();
-        let call = match callable.as_slice() {
-            [] => return None,
-            [one] => one.clone(),
-            _ => json!({"anyOf": callable}),
+        let count = match (&self.choice, self.parallel) {
+            (Choice::Auto, _) if self.functions.iter().all(|f| !f.strict) => return None,
+            (Choice::Auto, true) => CallCount::Any,
+            (Choice::Auto, false) => CallCount::PerhapsOne,
+            (Choice::Required, true) => CallCount::Several,
+            (Choice::Required, false) | (Choice::Named(_), _) => CallCount::One,
         };
-        let several = self.parallel && !matches!(self.choice, Choice::Named(_));
-        let start = if several { r#"call ("\n" call)*"# } else { "call" };
-        Some(Grammar::Lark(format!(
-            "start: {start}\ncall: \"{OPEN}\\n\" json \"\\n{CLOSE}\"\njson: %json {call}\n"
-        )))
+        let callable = |f: &&Function| !matches!(&self.choice, Choice::Named(n) if *n != f.name);
+        let calls: Vec<Value> =
+            self.functions.iter().filter(callable).map(|f| self.call_schema(f)).collect();
+        let call = match calls.as_slice() {
+            [one] => one.clone(),
+            _ => json!({"anyOf": calls}),
+        };
+        Some(Grammar::calls(CallTags { open: OPEN, close: CLOSE }, &call, count))
+    }
+
+    fn call_schema(&self, function: &Function) -> Value {
+        let is_free = self.choice == Choice::Auto && !function.strict;
+        let arguments =
+            if is_free { json!({"type": "object"}) } else { function.parameters.clone() };
+        json!({
+            "type": "object",
+            "properties": {"name": {"const": function.name}, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": false,
+        })
     }
 }
 
-fn function((i, tool): (usize, &Value)) -> Result<(String, Value), ApiError> {
+fn function((i, tool): (usize, &Value)) -> Result<Function, ApiError> {
     let at = format!("tools[{i}]");
     let object = tool.as_object().ok_or_else(|| mismatch(&at, "an object", tool))?;
     let Some(function) = object.get("function").and_then(Value::as_object) else {
@@ -102,7 +112,12 @@ fn function((i, tool): (usize, &Value)) -> Result<(String, Value), ApiError> {
         // OpenAI's rule: none means an empty list of parameters.
         None => json!({"type": "object", "properties": {}, "additionalProperties": false}),
     };
-    Ok((name.to_owned(), parameters))
+    let strict = match function.get("strict") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(strict)) => *strict,
+        Some(other) => return Err(mismatch(&format!("{at}.function.strict"), "a boolean", other)),
+    };
+    Ok(Function { name: name.to_owned(), parameters, strict })
 }
 
 /// `None` for "none".
@@ -267,6 +282,25 @@ mod tests {
         );
         assert!(read(json!({"tools": [{"type": "function"}]})).is_err());
         assert_eq!(read(json!({})).unwrap(), None);
+    }
+
+    #[test]
+    fn strict_functions_are_held_to_their_schema_where_calls_may_come() {
+        let mut strict = tool("f");
+        strict["function"]["strict"] = json!(true);
+        let grammar = |parallel: bool| {
+            let tools = json!([strict, tool("g")]);
+            let body = json!({"tools": tools, "parallel_tool_calls": parallel});
+            match read(body).unwrap().unwrap().grammar() {
+                Some(Grammar::Lark(text)) => text,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert!(grammar(true).contains(")* PLAIN") && grammar(false).contains(")? PLAIN"));
+        // `g` may be called with whatever arguments.
+        assert_eq!(grammar(true).matches("integer").count(), 1);
+        strict["function"]["strict"] = json!("yes");
+        assert!(read(json!({"tools": [strict]})).is_err());
     }
 
     #[test]
