@@ -269,9 +269,10 @@ impl Layer<'_> {
             return;
         }
         let out = out.values_mut().as_mut_ptr();
-        // A few single tokens are spread over all threads by query head; otherwise the heads of a
-        // group go together, to share the keys that they have in the cache.
-        let by_head = self.spans.len() * self.shape.heads < 4 * backend.threads();
+        // The heads of a group go together, to share the keys that they have in the cache; where
+        // there are fewer groups than threads, each is split between several.
+        let groups = (self.spans.len() * self.shape.heads).max(1);
+        let part = how.group.div_ceil(backend.threads().div_ceil(groups)).max(1);
         let mut jobs = Vec::new();
         let mut row = 0;
         for (span, table) in self.spans.iter().zip(self.tables) {
@@ -279,8 +280,8 @@ impl Layer<'_> {
             while head < how.heads {
                 let kv_head = (how.first_in_group + head) / how.group;
                 let group_end = (kv_head + 1) * how.group - how.first_in_group;
-                let alone = span.tokens == 1 && by_head;
-                let end = if alone { head + 1 } else { group_end.min(how.heads) };
+                let most = if span.tokens == 1 { head + part } else { how.heads };
+                let end = group_end.min(how.heads).min(most);
                 for first in (0..span.tokens).step_by(ROWS_PER_JOB) {
                     jobs.push(Attend {
                         queries: q.values(),

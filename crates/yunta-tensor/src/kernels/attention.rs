@@ -51,13 +51,22 @@ impl<T: KvElement> Job for Attend<'_, T> {
         let mut sums = vec![0.0f32; queries * dim];
         let last = self.position + self.rows.len() - 1;
         let first = self.window.map_or(0, |w| (self.position + 1).saturating_sub(w)) / BLOCK;
-        let mut wide = vec![T::Wide::ZERO; 2 * self.shape.head_len()];
+        let is_single = self.rows.len() == 1;
+        // Of use only where several rows share a block.
+        let mut wide = Vec::new();
         for (b, id) in self.table.iter().enumerate().take(last / BLOCK + 1).skip(first) {
             let Some(block) = &self.pool[*id as usize] else { continue };
             // SAFETY: the block is one of `self.shape`, and has this head.
             let head = unsafe { Head::of(block, self.kv_head, self.shape) };
             let mut done = 0;
+            if is_single {
+                let seen = self.seen(0, b);
+                // SAFETY: as below.
+                unsafe { self.take_row::<S>(&head, seen, &mut states, &mut sums) };
+                continue;
+            }
             if queries >= TOGETHER && self.all_see(b) {
+                wide.resize(2 * self.shape.head_len(), T::Wide::ZERO);
                 // SAFETY: `wide` has room for the keys and values of a head.
                 let head = unsafe { head.widen::<S>(self.shape, &mut wide) };
                 while done + TOGETHER <= queries {
@@ -75,13 +84,10 @@ impl<T: KvElement> Job for Attend<'_, T> {
                 }
             }
             for i in done..queries {
-                let at = self.position + i / heads;
-                let low = self.window.map_or(0, |w| (at + 1).saturating_sub(w));
-                let seen = low.max(b * BLOCK)..(at + 1).min((b + 1) * BLOCK);
+                let seen = self.seen(i / heads, b);
                 if seen.is_empty() {
                     continue;
                 }
-                let seen = seen.start - b * BLOCK..seen.end - b * BLOCK;
                 // SAFETY: the block holds `BLOCK` positions of `dim`, `seen` lies within, and query
                 // `i` exists.
                 unsafe { self.take::<S, T, 1, 8>(&head, i, seen, &mut states, &mut sums) };
@@ -114,8 +120,44 @@ impl<T: KvElement> Attend<'_, T> {
         low <= block * BLOCK && (block + 1) * BLOCK <= self.position + 1
     }
 
+    /// Which positions of a block the queries of a row see, counted from the block's first.
+    fn seen(&self, row: usize, block: usize) -> std::ops::Range<usize> {
+        let at = self.position + row;
+        let low = self.window.map_or(0, |w| (at + 1).saturating_sub(w));
+        let (low, high) = (low.max(block * BLOCK), (at + 1).min((block + 1) * BLOCK));
+        low.min(high) - block * BLOCK..high - block * BLOCK
+    }
+
+    /// Takes one block into the softmax of all queries, which are of one row: they see the same and
+    /// share what is loaded.
+    ///
+    /// # Safety
+    /// As [`Attend::take`].
+    #[inline(always)]
+    unsafe fn take_row<S: Isa>(
+        &self,
+        head: &Head<T>,
+        seen: std::ops::Range<usize>,
+        states: &mut [Running],
+        sums: &mut [f32],
+    ) {
+        let mut done = 0;
+        while done < states.len() && !seen.is_empty() {
+            let seen = seen.clone();
+            // SAFETY: the caller's.
+            done += unsafe {
+                match states.len() - done {
+                    1 => self.take::<S, T, 1, 8>(head, done, seen, states, sums),
+                    2 => self.take::<S, T, 2, 4>(head, done, seen, states, sums),
+                    3 => self.take::<S, T, 3, 4>(head, done, seen, states, sums),
+                    _ => self.take::<S, T, TOGETHER, 2>(head, done, seen, states, sums),
+                }
+            };
+        }
+    }
+
     /// Takes one block into the running softmax of the queries `first..first + Q`. The arithmetic
-    /// of a query is the same whatever `Q` and `V` are.
+    /// of a query is the same whatever `Q` and `V` are. Returns `Q`.
     ///
     /// # Safety
     /// As [`Job::run`]; `seen` within `0..BLOCK`.
@@ -127,7 +169,7 @@ impl<T: KvElement> Attend<'_, T> {
         seen: std::ops::Range<usize>,
         states: &mut [Running],
         sums: &mut [f32],
-    ) {
+    ) -> usize {
         let dim = self.shape.dim;
         let mut p = [[0.0f32; BLOCK]; Q];
         let mut shrink = [0.0f32; Q];
@@ -143,6 +185,7 @@ impl<T: KvElement> Attend<'_, T> {
             let sums: [*mut f32; Q] = std::array::from_fn(|q| sums.add(q * dim));
             weigh::<S, E, Q>(head, dim, &p, seen.end, shrink, sums);
         }
+        Q
     }
 }
 
@@ -326,6 +369,10 @@ unsafe fn weigh<S: Isa, E: KvElement, const Q: usize>(
             while Q == 1 && d + 8 * LANES <= start + width {
                 columns::<S, E, Q, 8>(head.values, dim, d, &scaled, end, shrink, sums);
                 d += 8 * LANES;
+            }
+            while Q < TOGETHER && d + 4 * LANES <= start + width {
+                columns::<S, E, Q, 4>(head.values, dim, d, &scaled, end, shrink, sums);
+                d += 4 * LANES;
             }
             while d + 2 * LANES <= start + width {
                 columns::<S, E, Q, 2>(head.values, dim, d, &scaled, end, shrink, sums);
