@@ -6,6 +6,8 @@ prefix cache knows them) and outputs have a fixed length, so that every server d
 
     load.py run --url http://127.0.0.1:8080 --clients 8 --prompt 256 --output 64 --requests 32
     load.py run --url ... --rate 2 ...          open loop: so many requests per second (Poisson)
+    load.py stall --url ... --clients 8 --prompt 4096
+                                                streams that run when a long prompt arrives
     load.py compare --server 'yunta=target/release/yunta serve M.gguf --port {port}' \\
                     --server 'llama=llama-server -m M.gguf --port {port} -np {slots} -c {context}' \\
                     --clients 1,8,32 --mix 256x64,64x256,1024x32 --rounds 3
@@ -53,6 +55,7 @@ async def request(address, body, result):
         if event.get("choices"):
             times.append(time.perf_counter())
     writer.close()
+    result["times"] = times
     # A server may send a last piece without text: it comes with the token before it.
     result["ttft"] = times[0] - start if times else None
     result["gaps"] = [b - a for a, b in zip(times, times[1:]) if b - a > 1e-4]
@@ -88,6 +91,38 @@ async def load(args):
     else:
         await asyncio.gather(*[client() for _ in range(args.clients)])
     return summary(results, time.perf_counter() - start)
+
+
+async def stall(args):
+    """How much slower streams get while a long prompt is computed: stream by stream."""
+    host, port = args.url.removeprefix("http://").split(":")
+    address, streams = (host, int(port)), [{} for _ in range(args.clients)]
+    short = argparse.Namespace(**{**vars(args), "prompt": 64, "output": args.output})
+    running = [asyncio.create_task(request(address, body_of(short, i), r)) for i, r in enumerate(streams)]
+    await asyncio.sleep(args.after)
+    arrival, prompt = time.perf_counter(), {}
+    long = argparse.Namespace(**{**vars(args), "output": 1})
+    await request(address, body_of(long, args.clients), prompt)
+    await asyncio.gather(*running)
+    first = arrival + prompt["ttft"]
+    ratios, before, during, after = [], [], [], []
+    for stream in streams:
+        gaps = list(zip(stream["times"], stream["times"][1:]))
+        # The streams' own prompts are still being computed at first.
+        alone = [b - a for a, b in gaps if arrival - args.after / 2 < a and b < arrival]
+        beside = [b - a for a, b in gaps if arrival <= a and b <= first]
+        # Contexts grow meanwhile: what a stream takes by itself is between before and after.
+        again = [b - a for a, b in gaps if first < a][:len(alone)]
+        if not alone or not beside or not again:
+            sys.exit("a stream ended too early: ask for more --output")
+        before, during, after = before + alone, during + beside, after + again
+        mean = statistics.mean
+        ratios.append(mean(beside) / (mean(alone) / 2 + mean(again) / 2))
+    ms = lambda x: round(1e3 * x, 1)
+    return {"ttft_ms": ms(prompt["ttft"]), "ratio_worst": round(max(ratios), 2),
+            "before_p50_ms": ms(percentile(before, 50)), "before_p99_ms": ms(percentile(before, 99)),
+            "during_p50_ms": ms(percentile(during, 50)), "during_p99_ms": ms(percentile(during, 99)),
+            "after_p50_ms": ms(percentile(after, 50)), "after_p99_ms": ms(percentile(after, 99))}
 
 
 def percentile(values, p):
@@ -189,8 +224,8 @@ def show(names, runs, clients, mix):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    one, several = commands.add_parser("run"), commands.add_parser("compare")
-    for p in (one, several):
+    one, several, beside = map(commands.add_parser, ["run", "compare", "stall"])
+    for p in (one, several, beside):
         p.add_argument("--model", default=None, help="name to send; servers of one model need none")
         p.add_argument("--vocab", type=int, default=49152, help="token ids are below this")
         p.add_argument("--temperature", type=float, default=0.8)
@@ -202,6 +237,12 @@ def main():
     one.add_argument("--output", type=int, default=64)
     one.add_argument("--requests", type=int, default=16)
     one.set_defaults(run=lambda args: print(json.dumps(asyncio.run(load(args)))))
+    beside.add_argument("--url", required=True)
+    beside.add_argument("--clients", type=int, default=8, help="streams")
+    beside.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt that arrives")
+    beside.add_argument("--output", type=int, default=1500, help="tokens of each stream")
+    beside.add_argument("--after", type=float, default=4, help="seconds until it arrives")
+    beside.set_defaults(run=lambda args: print(json.dumps(asyncio.run(stall(args)))))
     several.add_argument("--server", action="append", required=True, help="NAME=COMMAND")
     several.add_argument("--clients", default="1,8,32")
     several.add_argument("--mix", default="256x64", help="prompt x output tokens, several by commas")
