@@ -1,5 +1,7 @@
 //! Element types and their reductions.
 
+use std::borrow::Cow;
+
 use bytemuck::Pod;
 use half::{bf16, f16};
 
@@ -22,7 +24,7 @@ mod sealed {
 pub trait Element: Pod + Send + Sync + PartialEq + sealed::Sealed + 'static {
     /// What sums are formed in.
     #[doc(hidden)]
-    type Wide: Copy;
+    type Wide: Pod;
     #[doc(hidden)]
     fn widen(self) -> Self::Wide;
     #[doc(hidden)]
@@ -72,29 +74,68 @@ elements! {
     u64, u64, |x| x, |x| x, u64::wrapping_add;
 }
 
-/// Folds `parts`, which are of `out`'s length, in their order.
-pub(crate) fn reduce<T: Element>(parts: &[&[T]], out: &mut [T], op: ReduceOp) {
-    match parts {
-        // Few ranks are the rule: one pass over memory.
-        [a] => out.copy_from_slice(a),
-        [a, b] => {
-            for ((o, a), b) in out.iter_mut().zip(*a).zip(*b) {
-                *o = T::narrow(T::combine(op, a.widen(), b.widen()));
+/// Folds what other ranks contribute, in bytes, into this rank's own: those of lower ranks come
+/// `before` it in the order of the fold, those of higher ranks `after`. All of one length.
+pub(crate) type Fold = fn(ReduceOp, &[&[u8]], &mut [u8], &[&[u8]]);
+
+/// Values that are folded at a time where there are more than two: their sums stay in the cache.
+const BLOCK: usize = 512;
+
+/// [`Fold`] of elements of one type.
+pub(crate) fn fold<T: Element>(op: ReduceOp, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
+    let Ok(own) = bytemuck::try_cast_slice_mut::<u8, T>(own) else { return };
+    let before: Vec<Cow<'_, [T]>> = before.iter().map(|part| elements(part)).collect();
+    let after: Vec<Cow<'_, [T]>> = after.iter().map(|part| elements(part)).collect();
+    // Two ranks are the rule: one pass over memory.
+    match (before.as_slice(), after.as_slice()) {
+        ([a], []) => {
+            for (own, a) in own.iter_mut().zip(a.iter()) {
+                *own = T::narrow(T::combine(op, a.widen(), own.widen()));
             }
         }
-        [a, b, c] => {
-            for (((o, a), b), c) in out.iter_mut().zip(*a).zip(*b).zip(*c) {
-                let ab = T::combine(op, a.widen(), b.widen());
-                *o = T::narrow(T::combine(op, ab, c.widen()));
+        ([], [b]) => {
+            for (own, b) in own.iter_mut().zip(b.iter()) {
+                *own = T::narrow(T::combine(op, own.widen(), b.widen()));
             }
         }
         _ => {
-            for (i, o) in out.iter_mut().enumerate() {
-                let mut values = parts.iter().filter_map(|p| p.get(i)).map(|x| x.widen());
-                if let Some(first) = values.next() {
-                    *o = T::narrow(values.fold(first, |a, b| T::combine(op, a, b)));
-                }
+            let mut sums = [T::zeroed().widen(); BLOCK];
+            for (i, own) in own.chunks_mut(BLOCK).enumerate() {
+                let sums = sums.get_mut(..own.len()).unwrap_or_default();
+                let mut is_first = true;
+                let mut add = |part: &[T]| {
+                    if std::mem::take(&mut is_first) {
+                        sums.iter_mut().zip(part).for_each(|(sum, x)| *sum = x.widen());
+                    } else {
+                        combine(op, sums, part);
+                    }
+                };
+                let block = |part: &[T]| -> std::ops::Range<usize> {
+                    (i * BLOCK).min(part.len())..((i + 1) * BLOCK).min(part.len())
+                };
+                before.iter().for_each(|p| add(p.get(block(p)).unwrap_or_default()));
+                add(own);
+                after.iter().for_each(|p| add(p.get(block(p)).unwrap_or_default()));
+                own.iter_mut().zip(sums.iter()).for_each(|(own, sum)| *own = T::narrow(*sum));
             }
         }
     }
+}
+
+/// Adds the next rank's values to sums of those before it.
+pub(crate) fn combine<T: Element>(op: ReduceOp, sums: &mut [T::Wide], next: &[T]) {
+    for (sum, x) in sums.iter_mut().zip(next) {
+        *sum = T::combine(op, *sum, x.widen());
+    }
+}
+
+/// Bytes as elements; copied only where they are not aligned.
+fn elements<T: Element>(bytes: &[u8]) -> Cow<'_, [T]> {
+    bytemuck::try_cast_slice(bytes).map_or_else(
+        |_| {
+            let values = bytes.chunks_exact(size_of::<T>());
+            Cow::Owned(values.map(bytemuck::pod_read_unaligned).collect())
+        },
+        Cow::Borrowed,
+    )
 }

@@ -87,29 +87,43 @@ pub enum CommError {
         after: Duration,
     },
     /// A peer gave up, and said why.
-    #[error("rank {peer} gave up: {reason} (rank {rank} was in {operation})")]
+    #[error("rank {peer} gave up: {reason} (rank {rank} was in {operation} for {after:?}, {link})")]
     PeerAborted {
         /// This rank.
         rank: usize,
         /// The one that gave up.
         peer: usize,
+        /// The link over which it said so.
+        link: String,
         /// What was under way here.
         operation: Operation,
+        /// How long.
+        after: Duration,
         /// In the peer's words.
         reason: String,
     },
     /// Two ranks are not doing the same thing.
-    #[error("rank {rank} and rank {peer} are out of step: {reason}")]
+    #[error(
+        "rank {rank} and rank {peer} ({link}) are out of step in {operation} after {after:?}: {reason}"
+    )]
     Mismatch {
         /// This rank.
         rank: usize,
         /// The other.
         peer: usize,
+        /// The link between them.
+        link: String,
+        /// What this rank does.
+        operation: Operation,
+        /// Since when.
+        after: Duration,
         /// Both sides' view.
         reason: String,
     },
-    /// A peer sent what is no frame, or one of another epoch.
-    #[error("rank {rank} got garbage from rank {peer} ({link}): {reason}")]
+    /// A peer sent what is no frame, a damaged one, or one of another epoch.
+    #[error(
+        "rank {rank} got garbage from rank {peer} ({link}) in {operation} after {after:?}: {reason}"
+    )]
     Protocol {
         /// This rank.
         rank: usize,
@@ -117,6 +131,10 @@ pub enum CommError {
         peer: usize,
         /// The link.
         link: String,
+        /// What was under way.
+        operation: Operation,
+        /// How long.
+        after: Duration,
         /// What was wrong.
         reason: String,
     },

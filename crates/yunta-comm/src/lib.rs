@@ -38,10 +38,22 @@ mod group;
 mod link;
 mod outbox;
 mod rendezvous;
+#[cfg(target_os = "linux")]
+mod shm;
+mod topology;
+mod tuning;
 
 pub use element::{Element, ReduceOp};
 pub use error::{CommError, Operation};
-pub use group::{AbortHandle, Group, GroupConfig, local_mesh};
-pub use link::{Link, StreamLink};
+#[doc(hidden)]
+pub use frame::fuzz_header;
+#[cfg(target_os = "linux")]
+pub use group::shm_mesh;
+pub use group::{AbortHandle, Ends, Group, GroupConfig, local_mesh, mesh_of};
+pub use link::{Interest, Link, Socket, StreamLink, Transport, Wait};
 pub use outbox::Outbox;
 pub use rendezvous::{MeshConfig, connect};
+#[cfg(target_os = "linux")]
+pub use shm::ShmLink;
+pub use topology::Topology;
+pub use tuning::Algorithm;

@@ -1,14 +1,84 @@
 //! Links: ordered streams of bytes to one peer.
 
+use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// What carries a link. Ordered from the fastest to the slowest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Transport {
+    /// Memory that two processes of one host share.
+    Shm = 1,
+    /// Queue pairs of an RDMA device.
+    Verbs = 2,
+    /// A fabric within this process, for tests.
+    Emulated = 3,
+    /// Stream sockets.
+    Tcp = 4,
+}
+
+impl Transport {
+    /// All there are.
+    pub const ALL: [Self; 4] = [Self::Shm, Self::Verbs, Self::Emulated, Self::Tcp];
+
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|t| *t as u8 == code)
+    }
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shm => "shm",
+            Self::Verbs => "verbs",
+            Self::Emulated => "emulated",
+            Self::Tcp => "tcp",
+        })
+    }
+}
+
+impl FromStr for Transport {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|t| t.to_string() == name);
+        found.ok_or_else(|| format!("{name:?} is none of shm, tcp, verbs, emulated"))
+    }
+}
+
+/// What a rank waits for on a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Interest {
+    /// Bytes to receive.
+    Read,
+    /// Room to send.
+    Write,
+}
+
+/// How to wait for a link: until `descriptor` has one of `events` (of `poll(2)`), or for `at_most`,
+/// whichever is first. Then try again.
+#[derive(Clone, Copy, Debug)]
+pub struct Wait {
+    /// A descriptor that `poll(2)` takes.
+    pub descriptor: RawFd,
+    /// `POLLIN`, `POLLOUT`.
+    pub events: libc::c_short,
+    /// For devices that signal nothing.
+    pub at_most: Duration,
+}
 
 /// An ordered, reliable stream of bytes to one peer, which never blocks by itself.
 pub trait Link: Send {
     /// For error messages: kind and addresses.
     fn name(&self) -> String;
+
+    /// What carries it.
+    fn transport(&self) -> Transport;
 
     /// Takes as many bytes as there is room for; 0 if there is none now.
     ///
@@ -22,8 +92,29 @@ pub trait Link: Send {
     /// If the peer is gone; an orderly end is [`io::ErrorKind::UnexpectedEof`].
     fn try_recv(&mut self, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// What to wait on until there are bytes, or room for some.
-    fn descriptor(&self) -> RawFd;
+    /// Received bytes where they lie, for links whose memory can be read; possibly fewer than
+    /// `wanted`, or none. `None`: use [`Link::try_recv`].
+    ///
+    /// # Errors
+    /// As [`Link::try_recv`]: if there will never be as many as `wanted`.
+    fn peek(&mut self, wanted: usize) -> io::Result<Option<&[u8]>> {
+        let _ = wanted;
+        Ok(None)
+    }
+
+    /// Gives back the first `bytes` of what [`Link::peek`] showed.
+    fn consume(&mut self, bytes: usize) {
+        debug_assert_eq!(bytes, 0, "nothing was shown");
+    }
+
+    /// Prepares a wait: `None` if there is nothing to wait for.
+    ///
+    /// # Errors
+    /// If the peer is gone.
+    fn arm(&mut self, interest: Interest) -> io::Result<Option<Wait>>;
+
+    /// Whether bytes arrive as they were sent, without a checksum of the caller's.
+    fn is_checked(&self) -> bool;
 
     /// Closes both directions; what the peer does next on it fails.
     fn close(&mut self);
@@ -52,6 +143,7 @@ impl Socket for UnixStream {
 pub struct StreamLink<S> {
     socket: S,
     name: String,
+    is_checked: bool,
 }
 
 impl StreamLink<TcpStream> {
@@ -63,7 +155,7 @@ impl StreamLink<TcpStream> {
         socket.set_nodelay(true)?;
         socket.set_nonblocking(true)?;
         let name = format!("tcp {} -> {}", socket.local_addr()?, socket.peer_addr()?);
-        Ok(Self { socket, name })
+        Ok(Self { socket, name, is_checked: false })
     }
 }
 
@@ -76,14 +168,14 @@ impl StreamLink<UnixStream> {
         let (a, b) = UnixStream::pair()?;
         let end = |socket: UnixStream| {
             socket.set_nonblocking(true)?;
-            Ok::<_, io::Error>(Self { socket, name: "local socket".to_owned() })
+            Ok::<_, io::Error>(Self { socket, name: "local socket".to_owned(), is_checked: true })
         };
         Ok((end(a)?, end(b)?))
     }
 }
 
 /// 0 for "not now".
-fn unless_blocked(result: io::Result<usize>) -> io::Result<usize> {
+pub(crate) fn unless_blocked(result: io::Result<usize>) -> io::Result<usize> {
     match result {
         Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
             Ok(0)
@@ -92,9 +184,27 @@ fn unless_blocked(result: io::Result<usize>) -> io::Result<usize> {
     }
 }
 
+/// The error of a peer that has closed its end.
+pub(crate) fn closed_by_peer() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed it")
+}
+
+/// Waits on a socket itself.
+pub(crate) fn wait_on(descriptor: RawFd, interest: Interest) -> Wait {
+    let events = match interest {
+        Interest::Read => libc::POLLIN,
+        Interest::Write => libc::POLLOUT,
+    };
+    Wait { descriptor, events, at_most: Duration::MAX }
+}
+
 impl<S: Socket> Link for StreamLink<S> {
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn transport(&self) -> Transport {
+        Transport::Tcp
     }
 
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -106,13 +216,17 @@ impl<S: Socket> Link for StreamLink<S> {
             return Ok(0);
         }
         match self.socket.read(buffer) {
-            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed it")),
+            Ok(0) => Err(closed_by_peer()),
             other => unless_blocked(other),
         }
     }
 
-    fn descriptor(&self) -> RawFd {
-        self.socket.as_raw_fd()
+    fn arm(&mut self, interest: Interest) -> io::Result<Option<Wait>> {
+        Ok(Some(wait_on(self.socket.as_raw_fd(), interest)))
+    }
+
+    fn is_checked(&self) -> bool {
+        self.is_checked
     }
 
     fn close(&mut self) {

@@ -6,17 +6,18 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
-use std::os::fd::RawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::Link;
+use crate::link::{Interest, Link, Transport, Wait};
 
 /// How long a closed link still tries to send what is queued.
 const LINGER: Duration = Duration::from_millis(200);
 /// How long the queue's thread waits for room before it looks at the time.
 const PARK: Duration = Duration::from_millis(20);
+/// How often a sender that found the queue full looks again.
+const ROOM_CHECK: Duration = Duration::from_millis(1);
 /// Sleeps end late by about this much: the rest of a delay is spent trying.
 const SLEEP_SLACK: Duration = Duration::from_micros(80);
 
@@ -70,27 +71,28 @@ pub(crate) struct OutboxLink {
     shared: Arc<Shared>,
     config: Outbox,
     name: String,
-    descriptor: RawFd,
+    transport: Transport,
+    is_checked: bool,
     /// Started when there is something to queue.
     thread: Option<JoinHandle<()>>,
 }
 
 impl OutboxLink {
     pub(crate) fn new(link: Box<dyn Link>, config: Outbox) -> Self {
-        let (name, descriptor) = (link.name(), link.descriptor());
+        let (name, transport, is_checked) = (link.name(), link.transport(), link.is_checked());
         let shared = Shared {
             link: Mutex::new(link),
             queue: Mutex::new(Queue::default()),
             changed: Condvar::new(),
         };
-        Self { shared: Arc::new(shared), config, name, descriptor, thread: None }
+        Self { shared: Arc::new(shared), config, name, transport, is_checked, thread: None }
     }
 
     fn start_thread(&mut self) -> io::Result<()> {
         if self.thread.is_none() {
-            let (shared, descriptor) = (Arc::clone(&self.shared), self.descriptor);
+            let shared = Arc::clone(&self.shared);
             let builder = std::thread::Builder::new().name("outbox".to_owned());
-            self.thread = Some(builder.spawn(move || shared.drain(descriptor))?);
+            self.thread = Some(builder.spawn(move || shared.drain())?);
         }
         Ok(())
     }
@@ -99,6 +101,10 @@ impl OutboxLink {
 impl Link for OutboxLink {
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn transport(&self) -> Transport {
+        self.transport
     }
 
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -131,8 +137,17 @@ impl Link for OutboxLink {
         lock(&self.shared.link).try_recv(buffer)
     }
 
-    fn descriptor(&self) -> RawFd {
-        self.descriptor
+    fn arm(&mut self, interest: Interest) -> io::Result<Option<Wait>> {
+        let mut wait = lock(&self.shared.link).arm(interest)?;
+        if let (Some(wait), Interest::Write) = (&mut wait, interest) {
+            // Room in the queue is what counts, and nothing announces that.
+            wait.at_most = wait.at_most.min(ROOM_CHECK);
+        }
+        Ok(wait)
+    }
+
+    fn is_checked(&self) -> bool {
+        self.is_checked
     }
 
     fn close(&mut self) {
@@ -168,7 +183,7 @@ impl Drop for OutboxLink {
 
 impl Shared {
     /// Sends what is queued until the link is closed or fails.
-    fn drain(&self, descriptor: RawFd) {
+    fn drain(&self) {
         let mut queue = lock(&self.queue);
         loop {
             let now = Instant::now();
@@ -192,10 +207,12 @@ impl Shared {
                 continue;
             }
             let bytes = part.bytes.get(part.sent..).unwrap_or_default();
-            match lock(&self.link).try_send(&[IoSlice::new(bytes)]) {
+            // Apart, so that the link is free again when its answer is looked at.
+            let sent = lock(&self.link).try_send(&[IoSlice::new(bytes)]);
+            match sent {
                 Ok(0) => {
                     drop(queue);
-                    wait_for_room(descriptor);
+                    self.wait_for_room();
                     queue = lock(&self.queue);
                 }
                 Ok(n) => {
@@ -214,15 +231,18 @@ impl Shared {
         }
     }
 
+    /// Errors are left to the next attempt.
+    fn wait_for_room(&self) {
+        let Ok(Some(wait)) = lock(&self.link).arm(Interest::Write) else { return };
+        let mut poll = libc::pollfd { fd: wait.descriptor, events: wait.events, revents: 0 };
+        let most = wait.at_most.min(PARK).as_millis().max(1) as libc::c_int;
+        // SAFETY: one entry. However the wait ends, the caller tries again.
+        unsafe { libc::poll(&raw mut poll, 1, most) };
+    }
+
     fn wait<'a>(&self, queue: MutexGuard<'a, Queue>, most: Duration) -> MutexGuard<'a, Queue> {
         self.changed.wait_timeout(queue, most).map_or_else(|e| e.into_inner().0, |(guard, _)| guard)
     }
-}
-
-fn wait_for_room(descriptor: RawFd) {
-    let mut wait = libc::pollfd { fd: descriptor, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: one entry. However the wait ends, the caller tries again.
-    unsafe { libc::poll(&raw mut wait, 1, PARK.as_millis() as libc::c_int) };
 }
 
 #[cfg(test)]

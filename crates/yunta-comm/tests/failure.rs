@@ -156,15 +156,24 @@ fn with_stranger(epoch: u64) -> (Group, TcpStream) {
 fn garbage_never_reaches_a_tensor() {
     let header = |kind: u8, epoch: u64, number: u64, length: u64| {
         let words = [epoch, number, length].map(u64::to_le_bytes).concat();
-        [&b"YNTA"[..], &[kind, 0, 0, 0], &words].concat()
+        let mut header = [&b"YNTA"[..], &[kind, 1, 0, 0], &words, &[0; 12]].concat();
+        header.extend(crc32c::crc32c(&header).to_le_bytes());
+        header
     };
-    let barrier = 7;
+    let damaged = |at: usize| {
+        let mut frame = header(7, 3, 1, 0);
+        frame[at] ^= 4;
+        frame
+    };
+    let (barrier, all_reduce) = (7, 1);
     for (what, bytes, says) in [
         ("noise", vec![0xA5; 64], "starts with"),
         ("a web request", b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n".to_vec(), "starts with"),
         ("an unknown operation", header(99, 3, 1, 0), "does not exist"),
         ("another epoch", header(barrier, 2, 1, 0), "epoch 2"),
-        ("another operation", header(1, 3, 1, 0), "out of step"),
+        ("another operation", header(all_reduce, 3, 1, 0), "out of step"),
+        ("a damaged header", damaged(17), "checksum"),
+        ("a damaged payload", [header(barrier, 3, 1, 0), vec![1; 16]].concat(), "checksum"),
         ("an operation to come", header(barrier, 3, 9, 0), "out of step"),
         ("an absurd length", header(barrier, 3, 1, u64::MAX), "were expected"),
         ("an endless reason", header(0xAB, 3, 1, u64::MAX), "a reason of"),
