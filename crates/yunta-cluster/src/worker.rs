@@ -32,6 +32,8 @@ const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(5);
 const INBOX: usize = 1024;
 /// Activations of a few steps, of the largest models.
 const OUTBOX_BYTES: usize = 256 << 20;
+/// How long a wait for another rank tries before it parks.
+const SPIN: Duration = Duration::from_micros(100);
 /// Progress reports are no closer together than this.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -170,7 +172,9 @@ fn join(
     let token = Secret::from_hex(&a.secret).map_err(failed)?.bytes();
     let mesh = MeshConfig {
         rank: a.rank,
-        addresses,
+        addresses: addresses.into_iter().map(|address| vec![address]).collect(),
+        connections: 1,
+        transport: a.transport,
         token,
         // All ranks have their assignment from one supervisor: there is nothing to compare.
         config_digest: [0; 32],
@@ -178,14 +182,21 @@ fn join(
         group: GroupConfig {
             epoch: a.epoch,
             timeout: step_timeout,
+            spin: spin(a),
             outbox: outbox(a),
             ..GroupConfig::default()
         },
     };
-    let world = yunta_comm::connect(mesh, listener).map_err(failed)?;
+    let world = yunta_comm::connect(mesh, vec![listener]).map_err(failed)?;
     let idle_timeout = step_timeout.max(IDLE_TIMEOUT_MIN);
     let ranks = GroupRanks::new(world, &a.plan, step_timeout, idle_timeout).map_err(failed)?;
     Ok(Box::new(ranks))
+}
+
+/// Where every thread of every rank has a core, waits between them are short, and sleeping costs more.
+fn spin(a: &Assignment) -> Duration {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    if a.plan.size() * a.threads <= cores { SPIN } else { Duration::ZERO }
 }
 
 /// Stages of a pipeline go on computing while what they have sent is on its way.

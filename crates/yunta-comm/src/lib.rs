@@ -36,10 +36,13 @@ mod exchange;
 mod frame;
 mod group;
 mod link;
+mod measure;
+pub mod mlx;
 mod outbox;
 mod rendezvous;
 #[cfg(target_os = "linux")]
 mod shm;
+mod striped;
 mod topology;
 mod tuning;
 
@@ -51,8 +54,9 @@ pub use frame::fuzz_header;
 pub use group::shm_mesh;
 pub use group::{AbortHandle, Ends, Group, GroupConfig, local_mesh, mesh_of};
 pub use link::{Interest, Link, Socket, StreamLink, Transport, Wait};
+pub use measure::{Collective, Pair, Sample, check_pairs, measure};
 pub use outbox::Outbox;
-pub use rendezvous::{MeshConfig, connect};
+pub use rendezvous::{MeshConfig, connect, token};
 #[cfg(target_os = "linux")]
 pub use shm::ShmLink;
 pub use topology::Topology;

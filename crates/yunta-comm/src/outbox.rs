@@ -138,9 +138,13 @@ impl Link for OutboxLink {
     }
 
     fn arm(&mut self, interest: Interest) -> io::Result<Option<Wait>> {
+        let queue = lock(&self.shared.queue);
         let mut wait = lock(&self.shared.link).arm(interest)?;
-        if let (Some(wait), Interest::Write) = (&mut wait, interest) {
-            // Room in the queue is what counts, and nothing announces that.
+        // Room in the queue is what counts, and nothing announces that; and while the queue's thread
+        // waits on the link as well, it may take the signal that was meant for this one.
+        if let Some(wait) = &mut wait
+            && (interest == Interest::Write || !queue.parts.is_empty())
+        {
             wait.at_most = wait.at_most.min(ROOM_CHECK);
         }
         Ok(wait)

@@ -200,7 +200,9 @@ fn a_message_beyond_the_bound_is_not_read() {
 fn mesh_config(rank: usize, listeners: &[TcpListener]) -> MeshConfig {
     MeshConfig {
         rank,
-        addresses: listeners.iter().map(|l| l.local_addr().unwrap()).collect(),
+        addresses: listeners.iter().map(|l| vec![l.local_addr().unwrap()]).collect(),
+        connections: 1,
+        transport: None,
         token: [1; 32],
         config_digest: [2; 32],
         join_timeout: Duration::from_secs(5),
@@ -225,7 +227,7 @@ fn join(size: usize, change: Change, strangers: fn(&TcpListener)) -> Vec<Result<
     let threads: Vec<_> = configs
         .into_iter()
         .zip(listeners)
-        .map(|(c, l)| std::thread::spawn(move || connect(c, l)?.barrier()))
+        .map(|(c, l)| std::thread::spawn(move || connect(c, vec![l])?.barrier()))
         .collect();
     threads.into_iter().map(|t| t.join().unwrap()).collect()
 }
@@ -284,7 +286,7 @@ fn ranks_that_do_not_belong_together_are_told_why() {
             "size",
             |r, c| {
                 if r == 1 {
-                    c.addresses.push(c.addresses[0])
+                    c.addresses.push(c.addresses[0].clone())
                 }
             },
             "the world sizes differ",
@@ -313,7 +315,7 @@ fn a_rank_that_never_comes_is_named_in_time() {
     let mut config = mesh_config(0, &listeners);
     config.join_timeout = Duration::from_millis(300);
     let start = Instant::now();
-    let e = connect(config, listeners[0].try_clone().unwrap()).err().unwrap().to_string();
+    let e = connect(config, vec![listeners[0].try_clone().unwrap()]).err().unwrap().to_string();
     assert!(e.contains("ranks [1, 2] did not connect"), "{e}");
     assert!(start.elapsed() < MARGIN);
 }

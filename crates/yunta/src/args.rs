@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use yunta_cluster::Emulation;
+use yunta_comm::Transport;
 use yunta_model::{Dims, KvType, Plan};
 
 /// Which model, how it is cut, and how it computes.
@@ -115,6 +116,9 @@ pub(crate) struct CutArgs {
     /// Uneven cut into stages, as proportions: 2,1
     #[arg(long, value_delimiter = ',', value_name = "SHARES")]
     pub(crate) pipeline_shares: Option<Vec<f64>>,
+    /// What links the ranks: shm or tcp [default: the fastest that each pair allows]
+    #[arg(long, value_name = "TRANSPORT")]
+    pub(crate) transport: Option<Transport>,
     /// Keep every rank to cores of its own, as many as it has threads (to emulate machines)
     #[arg(long)]
     pub(crate) pin: bool,

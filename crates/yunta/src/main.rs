@@ -3,6 +3,7 @@
 mod args;
 mod bench;
 mod chat;
+mod comm_bench;
 mod generate;
 mod interrupt;
 mod perplexity;
@@ -41,6 +42,8 @@ enum Command {
     Verify(verify::VerifyArgs),
     /// Fetch a model, or list what is here
     Pull(pull::PullArgs),
+    /// Measure collectives and links between ranks, and name the bad cable
+    CommBench(comm_bench::CommBenchArgs),
     /// One rank of a model; started by the other commands
     #[command(hide = true)]
     Worker,
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::CommBench(args) => comm_bench::run(args),
         Command::Pull(args) => pull::run(args),
         // A worker's failure goes to its supervisor over the control channel.
         Command::Worker => match yunta_cluster::run_worker() {

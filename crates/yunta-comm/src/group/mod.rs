@@ -214,6 +214,11 @@ impl Group {
         mesh.peers.get(self.world(member)).and_then(Option::as_ref).map(|p| p.link.name())
     }
 
+    /// Must be given alike on all ranks.
+    pub(crate) fn set_topology(&mut self, topology: Topology) {
+        self.topology = topology;
+    }
+
     /// Bounds each later operation.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.config.timeout = timeout;

@@ -68,6 +68,12 @@ impl ShmLink {
         })
     }
 
+    /// For error messages: whose ends these are.
+    pub(crate) fn named(mut self, own: usize, peer: usize) -> Self {
+        self.name = format!("shm {own} <-> {peer}");
+        self
+    }
+
     fn ring_doorbell(&self) {
         // A full socket has enough bytes to wake the peer; a closed one is noticed on waiting.
         let _ = (&self.doorbell).write(&[1]);

@@ -1,0 +1,350 @@
+//! What two ranks say to each other before their connection counts.
+//!
+//! 1. Hello of the client (120 bytes, little-endian): magic (8), version, world size, from, to (2
+//!    each), epoch (8), configuration digest (32), nonce (32), host (16), wanted transport, lane,
+//!    lanes (1 each), zero (13).
+//! 2. Answer: verdict (1), nonce (32), proof (32).
+//! 3. The client's proof (32).
+//! 4. The server's choice: transport (1), name of shared memory (16), proof (32).
+//! 5. The client's word: the transport that it has taken up (1).
+//!
+//! Proofs are HMAC-SHA256 with the token over the side, the hello, the server's nonce and, in the
+//! choice's, the choice.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use super::MeshConfig;
+use crate::{Link, Transport};
+
+const MAGIC: &[u8; 8] = b"YUNTACOM";
+const VERSION: u16 = 2;
+const HELLO: usize = 120;
+/// Bytes of a shared memory's name.
+const NAME: usize = 16;
+/// Bound on each step of a handshake.
+pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The server's verdict on a hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Verdict {
+    Welcome = 0,
+    Version = 1,
+    Size = 2,
+    Epoch = 3,
+    Digest = 4,
+    Rank = 5,
+    Transport = 6,
+    Lanes = 7,
+}
+
+fn reason(verdict: u8) -> &'static str {
+    match verdict {
+        0 => "it is willing",
+        1 => "the protocol versions differ",
+        2 => "the world sizes differ",
+        3 => "the epochs differ",
+        4 => "the configurations differ (model, cut or options)",
+        5 => "the ranks are not as it expects",
+        6 => "the transport that is wanted can't link these two hosts, or it wants another",
+        7 => "the numbers of connections differ",
+        _ => "it answers nonsense",
+    }
+}
+
+/// A connection that counts.
+pub(super) enum Joined {
+    /// One of the sockets of a pair.
+    Lane(usize, TcpStream),
+    /// The whole link.
+    Whole(Box<dyn Link>),
+}
+
+/// How a pair is to be linked.
+struct Pair {
+    size: usize,
+    from: usize,
+    to: usize,
+    lane: usize,
+    lanes: usize,
+    /// Bytes of both sides' words that proofs cover.
+    hello: [u8; HELLO],
+    nonce: [u8; 32],
+}
+
+/// One rank's side of handshakes.
+pub(super) struct Handshake<'c> {
+    pub(super) config: &'c MeshConfig,
+    /// Tells hosts apart: two ranks that share it can share memory.
+    pub(super) host: [u8; 16],
+}
+
+impl Handshake<'_> {
+    /// The server's side; the peer's rank.
+    pub(super) fn greet(&self, mut stream: TcpStream) -> io::Result<(usize, Joined)> {
+        set_timeouts(&stream)?;
+        let mut hello = [0; HELLO];
+        stream.read_exact(&mut hello)?;
+        let mut fields = Fields(&hello);
+        if fields.take::<8>() != *MAGIC {
+            return Err(stranger());
+        }
+        let [version, size, from, to] = [(); 4].map(|()| u16::from_le_bytes(fields.take()));
+        let epoch = u64::from_le_bytes(fields.take());
+        let digest: [u8; 32] = fields.take();
+        let _: [u8; 32] = fields.take();
+        let host: [u8; 16] = fields.take();
+        let [wanted, lane, lanes] = fields.take();
+        let c = self.config;
+        let from = usize::from(from);
+        let pair = Pair {
+            size: usize::from(size),
+            from,
+            to: usize::from(to),
+            lane: usize::from(lane),
+            lanes: usize::from(lanes),
+            hello,
+            nonce: nonce()?,
+        };
+        let choice = self.choose(wanted, host == self.host);
+        let verdict = if version != VERSION {
+            Verdict::Version
+        } else if pair.size != c.addresses.len() {
+            Verdict::Size
+        } else if epoch != c.group.epoch {
+            Verdict::Epoch
+        } else if digest != c.config_digest {
+            Verdict::Digest
+        } else if pair.to != c.rank || from <= c.rank || from >= pair.size {
+            Verdict::Rank
+        } else if choice.is_none() {
+            Verdict::Transport
+        } else if pair.lanes != c.lanes_to(c.rank) || pair.lane >= pair.lanes {
+            Verdict::Lanes
+        } else {
+            Verdict::Welcome
+        };
+        let proof = self.proof(b"server", &pair, &[])?;
+        stream.write_all(&[&[verdict as u8], &pair.nonce[..], &proof[..]].concat())?;
+        let Some(choice) = choice.filter(|_| verdict == Verdict::Welcome) else {
+            return Err(stranger());
+        };
+        let mut theirs = [0; 32];
+        stream.read_exact(&mut theirs)?;
+        self.verify(b"client", &pair, &[], &theirs)?;
+        let joined = self.offer(stream, &pair, choice)?;
+        Ok((from, joined))
+    }
+
+    /// What links this rank with one that wants `wanted` (0: whatever is fastest).
+    fn choose(&self, wanted: u8, is_same_host: bool) -> Option<Transport> {
+        let can_share = is_same_host && cfg!(target_os = "linux");
+        let is_possible = |t: &Transport| match t {
+            Transport::Shm => can_share,
+            Transport::Tcp => true,
+            Transport::Verbs | Transport::Emulated => false,
+        };
+        let theirs = match wanted {
+            0 => None,
+            code => Some(Transport::from_code(code)?),
+        };
+        match (self.config.transport, theirs) {
+            (None, None) => Transport::ALL.into_iter().find(is_possible),
+            (Some(a), Some(b)) if a != b => None,
+            (Some(one), _) | (None, Some(one)) => Some(one).filter(is_possible),
+        }
+    }
+
+    /// Tells the client what it is to be, and makes it.
+    fn offer(&self, stream: TcpStream, pair: &Pair, choice: Transport) -> io::Result<Joined> {
+        #[cfg(target_os = "linux")]
+        if choice == Transport::Shm && pair.lane == 0 {
+            let offer = crate::shm::Offer::new()?;
+            self.send_choice(&stream, pair, choice, offer.name)?;
+            let link = offer.accept(Instant::now() + STEP_TIMEOUT);
+            return match (receive_byte(&stream)?, link) {
+                (code, Ok(link)) if code == Transport::Shm as u8 => {
+                    Ok(Joined::Whole(Box::new(link.named(pair.to, pair.from))))
+                }
+                (_, Err(e)) => Err(e),
+                _ => Err(stranger()),
+            };
+        }
+        self.send_choice(&stream, pair, choice, [0; NAME])?;
+        receive_byte(&stream)?;
+        clear_timeouts(&stream)?;
+        Ok(Joined::Lane(pair.lane, stream))
+    }
+
+    fn send_choice(
+        &self,
+        mut stream: &TcpStream,
+        pair: &Pair,
+        choice: Transport,
+        name: [u8; NAME],
+    ) -> io::Result<()> {
+        let choice = [&[choice as u8], &name[..]].concat();
+        let proof = self.proof(b"choice", pair, &choice)?;
+        stream.write_all(&[&choice[..], &proof[..]].concat())
+    }
+
+    /// The client's side. An outer error may pass; an inner one is final.
+    pub(super) fn dial(
+        &self,
+        mut stream: TcpStream,
+        peer: usize,
+        lane: usize,
+    ) -> io::Result<Result<Joined, String>> {
+        set_timeouts(&stream)?;
+        let c = self.config;
+        let lanes = c.lanes_to(peer);
+        let nonces = (nonce()?, [0; 32]);
+        let word = |n: usize| u16::try_from(n).unwrap_or(u16::MAX).to_le_bytes();
+        let byte = |n: usize| u8::try_from(n).unwrap_or(u8::MAX);
+        let fields: [&[u8]; 10] = [
+            MAGIC,
+            &VERSION.to_le_bytes(),
+            &word(c.addresses.len()),
+            &word(c.rank),
+            &word(peer),
+            &c.group.epoch.to_le_bytes(),
+            &c.config_digest,
+            &nonces.0,
+            &self.host,
+            &[c.transport.map_or(0, |t| t as u8), byte(lane), byte(lanes)],
+        ];
+        let mut hello = [0; HELLO];
+        let text = fields.concat();
+        hello.iter_mut().zip(&text).for_each(|(to, from)| *to = *from);
+        stream.write_all(&hello)?;
+        let verdict = receive_byte(&stream)?;
+        let mut pair = Pair {
+            size: c.addresses.len(),
+            from: c.rank,
+            to: peer,
+            lane,
+            lanes,
+            hello,
+            nonce: nonces.1,
+        };
+        let mut theirs = [0; 32];
+        stream.read_exact(&mut pair.nonce)?;
+        stream.read_exact(&mut theirs)?;
+        if verdict != Verdict::Welcome as u8 {
+            return Ok(Err(format!("it refuses: {}", reason(verdict))));
+        }
+        if self.verify(b"server", &pair, &[], &theirs).is_err() {
+            return Ok(Err("it does not know the token".to_owned()));
+        }
+        stream.write_all(&self.proof(b"client", &pair, &[])?)?;
+        let mut choice = [0; 1 + NAME];
+        stream.read_exact(&mut choice)?;
+        stream.read_exact(&mut theirs)?;
+        self.verify(b"choice", &pair, &choice, &theirs)?;
+        self.take_up(stream, &pair, &choice).map(Ok)
+    }
+
+    fn take_up(
+        &self,
+        mut stream: TcpStream,
+        pair: &Pair,
+        choice: &[u8; 1 + NAME],
+    ) -> io::Result<Joined> {
+        let mut fields = Fields(choice);
+        let [code] = fields.take();
+        #[cfg(target_os = "linux")]
+        if code == Transport::Shm as u8 && pair.lane == 0 {
+            let link = crate::shm::take_up(&fields.take(), Instant::now() + STEP_TIMEOUT)?;
+            stream.write_all(&[code])?;
+            return Ok(Joined::Whole(Box::new(link.named(pair.from, pair.to))));
+        }
+        stream.write_all(&[code])?;
+        clear_timeouts(&stream)?;
+        Ok(Joined::Lane(pair.lane, stream))
+    }
+
+    fn mac(&self, side: &[u8], pair: &Pair, more: &[u8]) -> io::Result<Hmac<Sha256>> {
+        let mac = <Hmac<Sha256> as KeyInit>::new_from_slice(&self.config.token);
+        let mut mac = mac.map_err(|e| io::Error::other(e.to_string()))?;
+        for part in [side, &pair.hello, &pair.nonce, more] {
+            mac.update(part);
+        }
+        Ok(mac)
+    }
+
+    fn proof(&self, side: &[u8], pair: &Pair, more: &[u8]) -> io::Result<[u8; 32]> {
+        Ok(self.mac(side, pair, more)?.finalize().into_bytes().into())
+    }
+
+    fn verify(&self, side: &[u8], pair: &Pair, more: &[u8], proof: &[u8]) -> io::Result<()> {
+        self.mac(side, pair, more)?.verify_slice(proof).map_err(|_| stranger())
+    }
+}
+
+/// Tells hosts apart. Shared memory is handed over through an address of the network namespace:
+/// ranks in two of them are on two hosts.
+pub(super) fn host() -> [u8; 16] {
+    use sha2::Digest;
+    let mut digest = Sha256::new();
+    if let Ok(boot) = std::fs::read("/proc/sys/kernel/random/boot_id") {
+        digest.update(boot);
+    } else {
+        // Nothing to go by: alone.
+        digest.update(nonce().unwrap_or_default());
+    }
+    if let Ok(namespace) = std::fs::read_link("/proc/self/ns/net") {
+        digest.update(namespace.as_os_str().as_encoded_bytes());
+    }
+    // SAFETY: has no preconditions and can't fail.
+    digest.update(unsafe { libc::getuid() }.to_le_bytes());
+    let digest: [u8; 32] = digest.finalize().into();
+    Fields(&digest).take()
+}
+
+fn stranger() -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, "no rank of this mesh")
+}
+
+fn receive_byte(mut stream: &TcpStream) -> io::Result<u8> {
+    let mut byte = [0];
+    stream.read_exact(&mut byte)?;
+    let [byte] = byte;
+    Ok(byte)
+}
+
+fn set_timeouts(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(STEP_TIMEOUT))?;
+    stream.set_write_timeout(Some(STEP_TIMEOUT))
+}
+
+fn clear_timeouts(stream: &TcpStream) -> io::Result<()> {
+    stream.set_read_timeout(None)?;
+    stream.set_write_timeout(None)
+}
+
+fn nonce() -> io::Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut nonce)?;
+    Ok(nonce)
+}
+
+/// Takes fixed-size fields off a message that is long enough for all of them.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let mut out = [0; N];
+        if let Some((field, rest)) = self.0.split_at_checked(N) {
+            out.copy_from_slice(field);
+            self.0 = rest;
+        }
+        out
+    }
+}
