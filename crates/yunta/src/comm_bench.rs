@@ -1,6 +1,6 @@
 //! `yunta comm-bench`: what links between ranks can do, in the manner of nccl-tests.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc;
@@ -214,7 +214,7 @@ fn pairs(size: usize) -> impl Iterator<Item = (usize, usize)> {
 
 /// One local process: learns on its standard input where the others are, and reports on its output.
 fn child(rank: usize, args: &CommBenchArgs) -> Result<ExitCode> {
-    let mut tell = |said: Said| -> Result<()> {
+    let tell = |said: Said| -> Result<()> {
         let mut out = std::io::stdout().lock();
         writeln!(out, "{}", serde_json::to_string(&said)?)?;
         Ok(out.flush()?)
@@ -223,7 +223,7 @@ fn child(rank: usize, args: &CommBenchArgs) -> Result<ExitCode> {
     tell(Said::Listening(listener.local_addr()?))?;
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
-    let (addresses, secret): (Vec<Vec<SocketAddr>>, String) =
+    let (addresses, token): (Vec<Vec<SocketAddr>>, [u8; 32]) =
         serde_json::from_str(&line).context("started by hand? use --ranks")?;
     std::thread::spawn(|| {
         // The command is gone when its end of the pipe is.
@@ -231,7 +231,7 @@ fn child(rank: usize, args: &CommBenchArgs) -> Result<ExitCode> {
         std::process::exit(0);
     });
     let mut speak = |said: Said| if rank == 0 { tell(said) } else { Ok(()) };
-    let outcome = join(rank, addresses, vec![listener], token(&secret), args)
+    let outcome = join(rank, addresses, vec![listener], token, args)
         .and_then(|group| bench(group, args, &mut speak));
     if let Err(e) = outcome {
         tell(Said::Failed(e.to_string()))?;
@@ -295,7 +295,8 @@ fn all_here(args: &CommBenchArgs) -> Result<ExitCode> {
                     *slot = vec![address];
                 }
                 if addresses.iter().all(|a| !a.is_empty()) {
-                    let secret = format!("{:?}", std::time::SystemTime::now());
+                    let mut secret = [0; 32];
+                    std::fs::File::open("/dev/urandom")?.read_exact(&mut secret)?;
                     let line = serde_json::to_string(&(&addresses, secret))?;
                     for input in &mut inputs {
                         writeln!(input, "{line}")?;

@@ -245,6 +245,16 @@ impl Exchange<'_> {
         }
     }
 
+    /// Whether there is something of all peers, and room for the result.
+    fn can_fold(&self, peers: &mut Peers) -> bool {
+        let sent = || self.outgoing.iter().map(Outgoing::payload_sent).min();
+        self.reduction.as_ref().is_some_and(|r| {
+            self.folded < r.range.len()
+                && (!r.is_sent || sent().is_none_or(|sent| sent >= self.folded + r.unit))
+                && self.incoming.iter().all(|i| self.is_ahead(peers, i))
+        })
+    }
+
     /// Whether a peer's data is there but can't be folded yet: others are late.
     fn is_ahead(&self, peers: &mut Peers, i: &Incoming<'_>) -> bool {
         let unit = self.reduction.as_ref().map_or(1, |r| r.unit);
@@ -262,6 +272,10 @@ impl Exchange<'_> {
         around: &Surroundings<'_>,
         timeout: Duration,
     ) -> Result<(), CommError> {
+        // What has come since the last look may be all that was missing: nothing would end the wait.
+        if self.can_fold(peers) {
+            return Ok(());
+        }
         let mut waits: Vec<libc::pollfd> = Vec::new();
         let mut timeout = timeout;
         let sends =

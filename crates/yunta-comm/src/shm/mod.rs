@@ -27,7 +27,7 @@ use region::{CAPACITY, Region};
 use ring::{Corrupt, Reader, Writer};
 
 /// A reader may start on what is written while the rest is being copied.
-const PIECE: usize = 16 << 10;
+const PIECE: usize = 4 << 10;
 /// Bytes of a name: random, so that nobody can know it who is not told.
 pub(crate) const NAME: usize = 16;
 
