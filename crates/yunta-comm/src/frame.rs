@@ -163,7 +163,8 @@ mod tests {
         #[test]
         fn frames_are_aligned(length in 0usize..100_000, is_checked: bool) {
             let trailer = trailer(length, is_checked);
-            prop_assert!((HEADER + length + trailer) % ALIGN == 0 && trailer <= TRAILER_MAX);
+            prop_assert!((HEADER + length + trailer).is_multiple_of(ALIGN));
+            prop_assert!(trailer <= TRAILER_MAX);
             let least = if is_checked { CHECKSUM } else { 0 };
             prop_assert!(trailer >= least);
         }

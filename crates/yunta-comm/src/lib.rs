@@ -33,12 +33,14 @@
 mod element;
 mod error;
 mod exchange;
+mod fabric;
 mod frame;
 mod group;
 mod link;
 mod measure;
 pub mod mlx;
 mod outbox;
+mod reliable;
 mod rendezvous;
 #[cfg(target_os = "linux")]
 mod shm;
@@ -48,6 +50,7 @@ mod tuning;
 
 pub use element::{Element, ReduceOp};
 pub use error::{CommError, Operation};
+pub use fabric::{Fabric, FabricConfig, FabricPort};
 #[doc(hidden)]
 pub use frame::fuzz_header;
 #[cfg(target_os = "linux")]
@@ -56,6 +59,7 @@ pub use group::{AbortHandle, Ends, Group, GroupConfig, local_mesh, mesh_of};
 pub use link::{Interest, Link, Socket, StreamLink, Transport, Wait};
 pub use measure::{Collective, Pair, Sample, check_pairs, measure};
 pub use outbox::Outbox;
+pub use reliable::{FramePort, Mended, ReliableLink};
 pub use rendezvous::{MeshConfig, connect, token};
 #[cfg(target_os = "linux")]
 pub use shm::ShmLink;

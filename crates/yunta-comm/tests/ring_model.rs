@@ -1,6 +1,8 @@
 //! The rings of shared memory under a model checker: every order in which the two sides can act, and
 //! every value that their atomics may show each other.
 
+#![allow(clippy::unwrap_used)]
+
 use loom::sync::{Arc, Condvar, Mutex, atomic};
 
 #[path = "../src/shm/ring.rs"]

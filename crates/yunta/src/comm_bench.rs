@@ -196,7 +196,7 @@ fn bench(
         let nothing = [0];
         let sizes = if *op == Collective::Barrier { &nothing[..] } else { &args.sizes };
         for bytes in sizes {
-            let rounds = args.rounds.unwrap_or_else(|| match bytes {
+            let rounds = args.rounds.unwrap_or(match bytes {
                 0..=0x1_0000 => 1000,
                 0x1_0001..=0x10_0000 => 200,
                 0x10_0001..=0x100_0000 => 20,

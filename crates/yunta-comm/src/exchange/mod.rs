@@ -262,7 +262,7 @@ impl Exchange<'_> {
             && peers
                 .get_mut(i.peer)
                 .and_then(Option::as_mut)
-                .is_some_and(|p| p.peek(0).is_ok_and(|there| there.len() >= unit))
+                .is_some_and(|p| p.peek(unit).is_ok_and(|there| there.len() >= unit))
     }
 
     /// Waits until one of the links is ready, at most `timeout`.
@@ -278,6 +278,7 @@ impl Exchange<'_> {
         }
         let mut waits: Vec<libc::pollfd> = Vec::new();
         let mut timeout = timeout;
+        let mut is_ready = false;
         let sends =
             self.outgoing.iter().filter(|o| !o.is_done()).map(|o| (o.peer, Interest::Write));
         let late: Vec<&Incoming<'_>> = self.incoming.iter().filter(|i| !i.is_done()).collect();
@@ -290,13 +291,20 @@ impl Exchange<'_> {
             let peer = of(peers, rank, around)?;
             let wait = peer.arm(interest);
             let wait = wait.map_err(|e| around.error(rank, peer.link.name(), e.into()))?;
-            let Some(wait) = wait else { return Ok(()) };
+            // The others must be asked nevertheless: some look after themselves only then.
+            let Some(wait) = wait else {
+                is_ready = true;
+                continue;
+            };
             timeout = timeout.min(wait.at_most);
             let fd = wait.descriptor;
             match waits.iter_mut().find(|w| w.fd == fd) {
                 Some(known) => known.events |= wait.events,
                 None => waits.push(libc::pollfd { fd, events: wait.events, revents: 0 }),
             }
+        }
+        if is_ready {
+            return Ok(());
         }
         let time = libc::timespec {
             tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(1),

@@ -61,6 +61,9 @@ pub fn token(secret: &str) -> [u8; 32] {
     sha2::Sha256::digest(secret.as_bytes()).into()
 }
 
+/// Links by the rank that they lead to.
+type Links = Vec<(usize, Box<dyn Link>)>;
+
 #[derive(Clone)]
 struct Local {
     config: Arc<MeshConfig>,
@@ -89,7 +92,7 @@ pub fn connect(config: MeshConfig, listeners: Vec<TcpListener>) -> Result<Group,
         .name("rendezvous".to_owned())
         .spawn(move || accept_all(&accepting, &listeners, deadline))
         .map_err(|e| failed(e.to_string()))?;
-    let dialed: Result<Vec<(usize, Box<dyn Link>)>, String> =
+    let dialed: Result<Links, String> =
         (0..rank).map(|peer| Ok((peer, local.dial(peer, deadline)?))).collect();
     let accepted =
         accepted.join().map_err(|_| failed("the accepting thread panicked".to_owned()))?;
@@ -171,7 +174,7 @@ fn accept_all(
     local: &Local,
     listeners: &[TcpListener],
     deadline: Instant,
-) -> Result<Vec<(usize, Box<dyn Link>)>, String> {
+) -> Result<Links, String> {
     let rank = local.config.rank;
     let lanes = local.config.lanes_to(rank);
     let mut peers: Vec<Arrivals> =
