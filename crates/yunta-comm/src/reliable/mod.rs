@@ -13,9 +13,13 @@ use crate::link::{Interest, Link, Transport, Wait};
 
 /// A wait looks at the device this often: frames announce themselves to nobody.
 const LOOK: Duration = Duration::from_micros(50);
+/// And this often once nothing has come for a while: a rank that idles must not burn a core.
+const LOOK_IDLE: Duration = Duration::from_millis(4);
 /// A rank that waits asks again after so long: the last frame may be lost, and the request with the
 /// frame that was to answer it.
 const ASK: Duration = Duration::from_millis(2);
+/// And after so long once nothing has come for a while.
+const ASK_IDLE: Duration = Duration::from_millis(50);
 /// How often the service thread looks at the time.
 const PARK: Duration = Duration::from_millis(100);
 /// How long a closed link still answers a peer that misses something.
@@ -58,8 +62,10 @@ struct End {
     /// What the side channel has not taken yet, or what came of a message.
     side_out: Vec<u8>,
     side_in: Vec<u8>,
-    /// When something came last, or was asked for.
+    /// When something came last.
     heard: Instant,
+    /// When the peer was asked last.
+    asked: Instant,
     error: Option<(io::ErrorKind, String)>,
     close_by: Option<Instant>,
 }
@@ -85,6 +91,7 @@ impl ReliableLink {
             side_out: Vec::new(),
             side_in: Vec::new(),
             heard: Instant::now(),
+            asked: Instant::now(),
             error: None,
             close_by: None,
         }));
@@ -234,13 +241,16 @@ impl Link for ReliableLink {
             return Ok(None);
         }
         pumped?;
-        if end.heard.elapsed() >= ASK {
-            end.heard = Instant::now();
+        let quiet = end.heard.elapsed();
+        // Ever more rarely: a silent peer may be computing for long.
+        if quiet >= ASK && end.asked.elapsed() >= (quiet / 8).clamp(ASK, ASK_IDLE) {
+            end.asked = Instant::now();
             end.core.ask();
             end.pump()?;
         }
         let wait = end.side.arm(Interest::Read)?;
-        Ok(wait.map(|w| Wait { at_most: w.at_most.min(LOOK), ..w }))
+        let look = (quiet / 32).clamp(LOOK, LOOK_IDLE);
+        Ok(wait.map(|w| Wait { at_most: w.at_most.min(look), ..w }))
     }
 
     fn is_checked(&self) -> bool {
