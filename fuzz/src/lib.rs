@@ -1,4 +1,4 @@
-//! Coverage-guided fuzzing of all that reads files of models.
+//! Coverage-guided fuzzing of all that reads files of models, and of frames between ranks.
 //!
 //! `cargo +nightly fuzz run gguf -- -max_len=65536`; corpora start well from the fixtures:
 //! `fuzz/corpus/gguf` from `fixtures/gguf/*.gguf`, the others from `fixtures/models/*`.
