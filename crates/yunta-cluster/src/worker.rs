@@ -32,8 +32,6 @@ const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(5);
 const INBOX: usize = 1024;
 /// Activations of a few steps, of the largest models.
 const OUTBOX_BYTES: usize = 256 << 20;
-/// How long a wait for another rank tries before it parks.
-const SPIN: Duration = Duration::from_micros(100);
 /// Progress reports are no closer together than this.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -182,7 +180,7 @@ fn join(
         group: GroupConfig {
             epoch: a.epoch,
             timeout: step_timeout,
-            spin: spin(a),
+            spin: GroupConfig::spin_for(a.plan.size() * a.threads),
             outbox: outbox(a),
             ..GroupConfig::default()
         },
@@ -191,12 +189,6 @@ fn join(
     let idle_timeout = step_timeout.max(IDLE_TIMEOUT_MIN);
     let ranks = GroupRanks::new(world, &a.plan, step_timeout, idle_timeout).map_err(failed)?;
     Ok(Box::new(ranks))
-}
-
-/// Where every thread of every rank has a core, waits between them are short, and sleeping costs more.
-fn spin(a: &Assignment) -> Duration {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    if a.plan.size() * a.threads <= cores { SPIN } else { Duration::ZERO }
 }
 
 /// Stages of a pipeline go on computing while what they have sent is on its way.

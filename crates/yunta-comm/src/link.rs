@@ -192,6 +192,25 @@ pub(crate) fn closed_by_peer() -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed it")
 }
 
+/// What the parts hold after the first `skip` bytes, at most `most`.
+pub(crate) fn window<'p>(
+    parts: &'p [IoSlice<'_>],
+    mut skip: usize,
+    mut most: usize,
+) -> Vec<&'p [u8]> {
+    let mut pieces = Vec::with_capacity(parts.len());
+    for part in parts {
+        let rest = part.get(skip.min(part.len())..).unwrap_or_default();
+        skip = skip.saturating_sub(part.len());
+        let piece = rest.get(..rest.len().min(most)).unwrap_or_default();
+        most -= piece.len();
+        if !piece.is_empty() {
+            pieces.push(piece);
+        }
+    }
+    pieces
+}
+
 /// Waits on a socket itself.
 pub(crate) fn wait_on(descriptor: RawFd, interest: Interest) -> Wait {
     let events = match interest {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::link::{Interest, Link, Transport, Wait};
+use crate::link::{Interest, Link, Transport, Wait, window};
 
 /// How long a closed link still tries to send what is queued.
 const LINGER: Duration = Duration::from_millis(200);
@@ -118,7 +118,7 @@ impl Link for OutboxLink {
             taken = lock(&self.shared.link).try_send(parts)?;
         }
         let room = self.config.bytes_max.saturating_sub(queue.bytes);
-        let rest = tail(parts, taken, room);
+        let rest = window(parts, taken, room).concat();
         if rest.is_empty() {
             return Ok(taken);
         }
@@ -162,17 +162,6 @@ impl Link for OutboxLink {
         queue.close_by.get_or_insert(Instant::now() + LINGER);
         self.shared.changed.notify_one();
     }
-}
-
-/// What the parts hold after the first `skip` bytes, at most `most`.
-fn tail(parts: &[IoSlice<'_>], mut skip: usize, most: usize) -> Vec<u8> {
-    let mut rest = Vec::new();
-    for part in parts {
-        let own = part.get(skip.min(part.len())..).unwrap_or_default();
-        skip = skip.saturating_sub(part.len());
-        rest.extend_from_slice(own.get(..own.len().min(most - rest.len())).unwrap_or_default());
-    }
-    rest
 }
 
 impl Drop for OutboxLink {

@@ -4,7 +4,7 @@
 use std::io::{self, IoSlice};
 use std::net::TcpStream;
 
-use crate::link::{Interest, Link, StreamLink, Transport, Wait};
+use crate::link::{Interest, Link, StreamLink, Transport, Wait, window};
 
 /// Bytes that go over one socket before it is the next one's turn. The messages of a decode step
 /// go over one or two; kernels buffer more than this per socket, so that all are busy with a long one.
@@ -63,17 +63,8 @@ impl Link for StripedLink {
         let mut taken = 0;
         loop {
             let lane = self.lanes.get_mut(self.sending.lane).ok_or_else(no_lane)?;
-            let (mut skip, mut room) = (taken, self.sending.left());
-            let mut stripe: Vec<IoSlice<'_>> = Vec::with_capacity(parts.len());
-            for part in parts {
-                let rest = part.get(skip.min(part.len())..).unwrap_or_default();
-                skip = skip.saturating_sub(part.len());
-                let fits = rest.get(..rest.len().min(room)).unwrap_or_default();
-                room -= fits.len();
-                if !fits.is_empty() {
-                    stripe.push(IoSlice::new(fits));
-                }
-            }
+            let pieces = window(parts, taken, self.sending.left());
+            let stripe: Vec<IoSlice<'_>> = pieces.into_iter().map(IoSlice::new).collect();
             if stripe.is_empty() {
                 return Ok(taken);
             }

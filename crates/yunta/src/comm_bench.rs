@@ -15,9 +15,6 @@ use yunta_comm::{
     measure, token,
 };
 
-/// How long a wait tries before it parks, where every rank has a core.
-const SPIN: Duration = Duration::from_micros(100);
-
 /// Options of `yunta comm-bench`.
 #[derive(Args)]
 pub(crate) struct CommBenchArgs {
@@ -147,8 +144,7 @@ fn join(
     token: [u8; 32],
     args: &CommBenchArgs,
 ) -> Result<Group> {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let spin = if addresses.len() <= cores { SPIN } else { Duration::ZERO };
+    let spin = GroupConfig::spin_for(addresses.len());
     let timeout = Duration::from_secs(args.timeout.max(1));
     let config = MeshConfig {
         rank,

@@ -64,27 +64,7 @@ impl<'a> Incoming<'a> {
         loop {
             let moved = match self.stage {
                 Stage::Header => self.take_header(from, around)?,
-                Stage::Payload => match &mut self.sink {
-                    Sink::Fold(_) => false,
-                    Sink::Place(range) => {
-                        let place = buffer.get_mut(range.clone()).unwrap_or_default();
-                        let n = from.receive(place.get_mut(self.received..).unwrap_or_default())?;
-                        let new = place.get(self.received..self.received + n).unwrap_or_default();
-                        if self.is_checked {
-                            self.checksum = crc32c::crc32c_append(self.checksum, new);
-                        }
-                        self.count(n)
-                    }
-                    Sink::Message(message, _) => {
-                        let rest = message.get_mut(self.received..).unwrap_or_default();
-                        let n = from.receive(rest)?;
-                        let new = message.get(self.received..self.received + n).unwrap_or_default();
-                        if self.is_checked {
-                            self.checksum = crc32c::crc32c_append(self.checksum, new);
-                        }
-                        self.count(n)
-                    }
-                },
+                Stage::Payload => self.take_payload(from, buffer)?,
                 Stage::Trailer => self.take_trailer(from)?,
                 Stage::Done => false,
             };
@@ -103,12 +83,27 @@ impl<'a> Incoming<'a> {
         self.count(bytes.len());
     }
 
-    fn count(&mut self, bytes: usize) -> bool {
+    fn take_payload(&mut self, from: &mut Peer, buffer: &mut [u8]) -> Result<bool, Fault> {
+        let place = match &mut self.sink {
+            Sink::Fold(_) => return Ok(false),
+            Sink::Place(range) => buffer.get_mut(range.clone()).unwrap_or_default(),
+            Sink::Message(message, _) => message.as_mut_slice(),
+        };
+        let rest = place.get_mut(self.received..).unwrap_or_default();
+        let n = from.receive(rest)?;
+        if self.is_checked {
+            let new = rest.get(..n).unwrap_or_default();
+            self.checksum = crc32c::crc32c_append(self.checksum, new);
+        }
+        self.count(n);
+        Ok(n > 0)
+    }
+
+    fn count(&mut self, bytes: usize) {
         self.received += bytes;
         if self.received >= self.length {
             self.stage = Stage::Trailer;
         }
-        bytes > 0
     }
 
     fn take_header(&mut self, from: &mut Peer, around: &Surroundings<'_>) -> Result<bool, Fault> {

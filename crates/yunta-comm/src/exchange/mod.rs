@@ -192,8 +192,7 @@ impl Exchange<'_> {
         }
         let mut ready = left;
         if r.is_sent {
-            let sent = self.outgoing.iter().map(Outgoing::payload_sent).min();
-            ready = ready.min(sent.unwrap_or(left).saturating_sub(self.folded));
+            ready = ready.min(self.sent_to_all().saturating_sub(self.folded));
         }
         let views = match views(peers, &self.incoming, if ready == 0 { 0 } else { left }) {
             Ok(views) => views,
@@ -223,6 +222,11 @@ impl Exchange<'_> {
         Ok(true)
     }
 
+    /// Bytes of the payload that all links have taken.
+    fn sent_to_all(&self) -> usize {
+        self.outgoing.iter().map(Outgoing::payload_sent).min().unwrap_or(usize::MAX)
+    }
+
     /// Names the first peer that is not through.
     fn timed_out(
         &self,
@@ -247,10 +251,9 @@ impl Exchange<'_> {
 
     /// Whether there is something of all peers, and room for the result.
     fn can_fold(&self, peers: &mut Peers) -> bool {
-        let sent = || self.outgoing.iter().map(Outgoing::payload_sent).min();
         self.reduction.as_ref().is_some_and(|r| {
             self.folded < r.range.len()
-                && (!r.is_sent || sent().is_none_or(|sent| sent >= self.folded + r.unit))
+                && (!r.is_sent || self.sent_to_all() >= self.folded + r.unit)
                 && self.incoming.iter().all(|i| self.is_ahead(peers, i))
         })
     }
@@ -281,10 +284,10 @@ impl Exchange<'_> {
         let mut is_ready = false;
         let sends =
             self.outgoing.iter().filter(|o| !o.is_done()).map(|o| (o.peer, Interest::Write));
-        let late: Vec<&Incoming<'_>> = self.incoming.iter().filter(|i| !i.is_done()).collect();
-        let receives: Vec<_> = late
-            .into_iter()
-            .filter(|i| !self.is_ahead(peers, i))
+        let receives: Vec<_> = self
+            .incoming
+            .iter()
+            .filter(|i| !i.is_done() && !self.is_ahead(peers, i))
             .map(|i| (i.peer, Interest::Read))
             .collect();
         for (rank, interest) in sends.chain(receives) {

@@ -50,6 +50,15 @@ impl Default for GroupConfig {
     }
 }
 
+impl GroupConfig {
+    /// What [`GroupConfig::spin`] is best where so many threads of ranks compute on this host: some
+    /// 100 µs if each has a core, since sleeping costs more than most waits; else none.
+    pub fn spin_for(threads: usize) -> Duration {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        if threads <= cores { Duration::from_micros(100) } else { Duration::ZERO }
+    }
+}
+
 /// Stops a rank's waits from another thread.
 #[derive(Clone, Debug, Default)]
 pub struct AbortHandle(Arc<AtomicBool>);

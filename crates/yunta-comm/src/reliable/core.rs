@@ -43,7 +43,6 @@ impl Side {
         };
         let mut out = [0; SIDE];
         if let Some((head, tail)) = out.split_at_mut_checked(8) {
-            head.fill(0);
             if let Some(first) = head.first_mut() {
                 *first = kind;
             }
@@ -175,7 +174,6 @@ impl Core {
 
     pub(super) fn posted(&mut self) {
         self.to_post += 1;
-        // The frame says so too; should it be lost, the next one does.
     }
 
     /// A frame came. Whatever it is, it does no harm.

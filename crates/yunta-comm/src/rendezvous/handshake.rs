@@ -67,11 +67,9 @@ pub(super) enum Joined {
 
 /// How a pair is to be linked.
 struct Pair {
-    size: usize,
     from: usize,
     to: usize,
     lane: usize,
-    lanes: usize,
     /// Bytes of both sides' words that proofs cover.
     hello: [u8; HELLO],
     nonce: [u8; 32],
@@ -102,29 +100,23 @@ impl Handshake<'_> {
         let [wanted, lane, lanes] = fields.take();
         let c = self.config;
         let from = usize::from(from);
-        let pair = Pair {
-            size: usize::from(size),
-            from,
-            to: usize::from(to),
-            lane: usize::from(lane),
-            lanes: usize::from(lanes),
-            hello,
-            nonce: nonce()?,
-        };
+        let (size, lanes) = (usize::from(size), usize::from(lanes));
+        let (to, lane) = (usize::from(to), usize::from(lane));
+        let pair = Pair { from, to, lane, hello, nonce: random()? };
         let choice = self.choose(wanted, host == self.host);
         let verdict = if version != VERSION {
             Verdict::Version
-        } else if pair.size != c.addresses.len() {
+        } else if size != c.addresses.len() {
             Verdict::Size
         } else if epoch != c.group.epoch {
             Verdict::Epoch
         } else if digest != c.config_digest {
             Verdict::Digest
-        } else if pair.to != c.rank || from <= c.rank || from >= pair.size {
+        } else if to != c.rank || from <= c.rank || from >= size {
             Verdict::Rank
         } else if choice.is_none() {
             Verdict::Transport
-        } else if pair.lanes != c.lanes_to(c.rank) || pair.lane >= pair.lanes {
+        } else if lanes != c.lanes_to(c.rank) || lane >= lanes {
             Verdict::Lanes
         } else {
             Verdict::Welcome
@@ -203,7 +195,6 @@ impl Handshake<'_> {
         set_timeouts(&stream)?;
         let c = self.config;
         let lanes = c.lanes_to(peer);
-        let nonces = (nonce()?, [0; 32]);
         let word = |n: usize| u16::try_from(n).unwrap_or(u16::MAX).to_le_bytes();
         let byte = |n: usize| u8::try_from(n).unwrap_or(u8::MAX);
         let fields: [&[u8]; 10] = [
@@ -214,7 +205,7 @@ impl Handshake<'_> {
             &word(peer),
             &c.group.epoch.to_le_bytes(),
             &c.config_digest,
-            &nonces.0,
+            &random::<32>()?,
             &self.host,
             &[c.transport.map_or(0, |t| t as u8), byte(lane), byte(lanes)],
         ];
@@ -223,15 +214,7 @@ impl Handshake<'_> {
         hello.iter_mut().zip(&text).for_each(|(to, from)| *to = *from);
         stream.write_all(&hello)?;
         let verdict = receive_byte(&stream)?;
-        let mut pair = Pair {
-            size: c.addresses.len(),
-            from: c.rank,
-            to: peer,
-            lane,
-            lanes,
-            hello,
-            nonce: nonces.1,
-        };
+        let mut pair = Pair { from: c.rank, to: peer, lane, hello, nonce: [0; 32] };
         let mut theirs = [0; 32];
         stream.read_exact(&mut pair.nonce)?;
         stream.read_exact(&mut theirs)?;
@@ -295,7 +278,7 @@ pub(super) fn host() -> [u8; 16] {
         digest.update(boot);
     } else {
         // Nothing to go by: alone.
-        digest.update(nonce().unwrap_or_default());
+        digest.update(random::<32>().unwrap_or_default());
     }
     if let Ok(namespace) = std::fs::read_link("/proc/self/ns/net") {
         digest.update(namespace.as_os_str().as_encoded_bytes());
@@ -329,10 +312,11 @@ fn clear_timeouts(stream: &TcpStream) -> io::Result<()> {
     stream.set_write_timeout(None)
 }
 
-fn nonce() -> io::Result<[u8; 32]> {
-    let mut nonce = [0; 32];
-    std::fs::File::open("/dev/urandom")?.read_exact(&mut nonce)?;
-    Ok(nonce)
+/// Bytes that nobody can guess.
+pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Takes fixed-size fields off a message that is long enough for all of them.

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::striped::StripedLink;
 use crate::{CommError, Group, GroupConfig, Link, StreamLink, Topology, Transport};
+pub(crate) use handshake::random;
 use handshake::{Handshake, Joined, STEP_TIMEOUT};
 
 const RETRY: Duration = Duration::from_millis(20);

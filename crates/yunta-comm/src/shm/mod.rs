@@ -6,7 +6,6 @@
 mod region;
 mod ring;
 
-use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -23,6 +22,7 @@ use rustix::net::{
 };
 
 use crate::link::{Interest, Link, Transport, Wait, closed_by_peer, unless_blocked, wait_on};
+use crate::rendezvous::random;
 use region::{CAPACITY, Region};
 use ring::{Corrupt, Reader, Writer};
 
@@ -224,8 +224,7 @@ pub(crate) struct Offer {
 
 impl Offer {
     pub(crate) fn new() -> io::Result<Self> {
-        let mut name = [0; NAME];
-        File::open("/dev/urandom")?.read_exact(&mut name)?;
+        let name: [u8; NAME] = random()?;
         let listener = UnixListener::bind_addr(&address(&name)?)?;
         listener.set_nonblocking(true)?;
         Ok(Self { listener, name })

@@ -66,9 +66,7 @@ impl Writer {
 
     /// After publishing: whether the reader sleeps and must be woken, once.
     pub(crate) fn must_wake(&self, control: &Control) -> bool {
-        fence(Ordering::SeqCst);
-        control.reader_parks.0.load(Ordering::Relaxed) == 1
-            && control.reader_parks.0.swap(0, Ordering::Relaxed) == 1
+        unpark(&control.reader_parks)
     }
 
     /// Says that the writer is about to sleep; whether it must.
@@ -119,9 +117,7 @@ impl Reader {
 
     /// After releasing: whether the writer sleeps and must be woken, once.
     pub(crate) fn must_wake(&self, control: &Control) -> bool {
-        fence(Ordering::SeqCst);
-        control.writer_parks.0.load(Ordering::Relaxed) == 1
-            && control.writer_parks.0.swap(0, Ordering::Relaxed) == 1
+        unpark(&control.writer_parks)
     }
 
     /// Says that the reader is about to sleep; whether it must.
@@ -133,4 +129,10 @@ impl Reader {
         fence(Ordering::SeqCst);
         Ok(self.available(control)?.1 == 0)
     }
+}
+
+/// Whether the other side sleeps; it is woken once for each time that it said so.
+fn unpark(parks: &Padded<AtomicU32>) -> bool {
+    fence(Ordering::SeqCst);
+    parks.0.load(Ordering::Relaxed) == 1 && parks.0.swap(0, Ordering::Relaxed) == 1
 }
