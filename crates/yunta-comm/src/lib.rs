@@ -39,6 +39,7 @@ mod group;
 mod link;
 mod measure;
 pub mod mlx;
+mod names;
 mod outbox;
 mod reliable;
 mod rendezvous;

@@ -1,14 +1,14 @@
 //! Links: ordered streams of bytes to one peer.
 
-use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::str::FromStr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+use crate::names::names;
 
 /// What carries a link. Ordered from the fastest to the slowest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -34,25 +34,7 @@ impl Transport {
     }
 }
 
-impl fmt::Display for Transport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Shm => "shm",
-            Self::Verbs => "verbs",
-            Self::Emulated => "emulated",
-            Self::Tcp => "tcp",
-        })
-    }
-}
-
-impl FromStr for Transport {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|t| t.to_string() == name);
-        found.ok_or_else(|| format!("{name:?} is none of shm, tcp, verbs, emulated"))
-    }
-}
+names!(Transport { Shm => "shm", Tcp => "tcp", Verbs => "verbs", Emulated => "emulated" });
 
 /// What a rank waits for on a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

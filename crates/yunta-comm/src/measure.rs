@@ -1,11 +1,10 @@
 //! How fast a group is, in the manner of nccl-tests: per collective and size, and per pair.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Instant;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
+use crate::names::names;
 use crate::{CommError, Group, ReduceOp, Transport};
 
 /// What is measured.
@@ -25,14 +24,14 @@ pub enum Collective {
     Barrier,
 }
 
-const NAMES: [(Collective, &str); 6] = [
-    (Collective::AllReduce, "all_reduce"),
-    (Collective::AllGather, "all_gather"),
-    (Collective::ReduceScatter, "reduce_scatter"),
-    (Collective::Broadcast, "broadcast"),
-    (Collective::SendRecv, "send_recv"),
-    (Collective::Barrier, "barrier"),
-];
+names!(Collective {
+    AllReduce => "all_reduce",
+    AllGather => "all_gather",
+    ReduceScatter => "reduce_scatter",
+    Broadcast => "broadcast",
+    SendRecv => "send_recv",
+    Barrier => "barrier",
+});
 
 impl Collective {
     /// All there are.
@@ -58,24 +57,8 @@ impl Collective {
     }
 }
 
-impl fmt::Display for Collective {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(NAMES.iter().find(|(c, _)| c == self).map_or("", |(_, name)| name))
-    }
-}
-
-impl FromStr for Collective {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let known = || NAMES.map(|(_, name)| name).join(", ");
-        let found = NAMES.iter().find(|(_, n)| *n == name).map(|(c, _)| *c);
-        found.ok_or_else(|| format!("{name:?} is none of {}", known()))
-    }
-}
-
 /// What was measured of a collective at one size.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// The collective.
     pub op: String,
@@ -220,7 +203,7 @@ pub fn measure(
 }
 
 /// What was measured between two ranks.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pair {
     /// The lower rank.
     pub a: usize,

@@ -1,8 +1,6 @@
 //! Which algorithm for which size: a table of crossover points, measured with `yunta comm-bench`.
 
-use std::fmt;
-use std::str::FromStr;
-
+use crate::names::names;
 use crate::{Topology, Transport};
 
 /// How ranks reduce.
@@ -22,29 +20,13 @@ pub enum Algorithm {
     Relay,
 }
 
-const NAMES: [(Algorithm, &str); 5] = [
-    (Algorithm::OneShot, "one-shot"),
-    (Algorithm::Doubling, "doubling"),
-    (Algorithm::TwoStep, "two-step"),
-    (Algorithm::Line, "line"),
-    (Algorithm::Relay, "relay"),
-];
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(NAMES.iter().find(|(a, _)| a == self).map_or("", |(_, name)| name))
-    }
-}
-
-impl FromStr for Algorithm {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let known = || NAMES.map(|(_, name)| name).join(", ");
-        let found = NAMES.iter().find(|(_, n)| *n == name).map(|(a, _)| *a);
-        found.ok_or_else(|| format!("{name:?} is none of {}", known()))
-    }
-}
+names!(Algorithm {
+    OneShot => "one-shot",
+    Doubling => "doubling",
+    TwoStep => "two-step",
+    Line => "line",
+    Relay => "relay",
+});
 
 /// Up to how many bytes `OneShot` is the fastest in a full mesh of `size` ranks.
 fn one_shot_max(transport: Transport, size: usize) -> usize {

@@ -11,8 +11,8 @@ use clap::Args;
 use serde_json::{Value, json};
 use yunta_comm::mlx::Environment;
 use yunta_comm::{
-    Algorithm, Collective, Group, GroupConfig, MeshConfig, Transport, check_pairs, connect,
-    measure, token,
+    Algorithm, Collective, Group, GroupConfig, MeshConfig, Pair, Sample, Transport, check_pairs,
+    connect, measure, token,
 };
 
 /// Options of `yunta comm-bench`.
@@ -78,9 +78,18 @@ pub(crate) struct CommBenchArgs {
 #[serde(rename_all = "snake_case")]
 enum Said {
     Listening(SocketAddr),
-    Link(Value),
-    Chosen { bytes: usize, algorithm: String },
-    Sample(Value),
+    /// What links two ranks, by name.
+    Linked {
+        a: usize,
+        b: usize,
+        transport: Option<Transport>,
+    },
+    Checked(Pair),
+    Chosen {
+        bytes: usize,
+        algorithm: String,
+    },
+    Sample(Sample),
     Failed(String),
     Done,
 }
@@ -172,9 +181,7 @@ fn bench(
 ) -> Result<()> {
     if args.show {
         for (a, b) in pairs(group.size()) {
-            let link = group.topology().link(a, b);
-            let transport = link.map(|t| t.to_string());
-            tell(Said::Link(json!({"a": a, "b": b, "transport": transport})))?;
+            tell(Said::Linked { a, b, transport: group.topology().link(a, b) })?;
         }
         for bytes in &args.sizes {
             let algorithm = group.algorithm(*bytes).to_string();
@@ -185,7 +192,7 @@ fn bench(
     }
     if !args.no_preflight {
         for pair in check_pairs(&mut group)? {
-            tell(Said::Link(serde_json::to_value(pair)?))?;
+            tell(Said::Checked(pair))?;
         }
     }
     for op in &args.op {
@@ -198,7 +205,7 @@ fn bench(
                 0x10_0001..=0x100_0000 => 20,
                 _ => 5,
             });
-            tell(Said::Sample(serde_json::to_value(measure(&mut group, *op, *bytes, rounds)?)?))?;
+            tell(Said::Sample(measure(&mut group, *op, *bytes, rounds)?))?;
         }
     }
     tell(Said::Done)
@@ -322,7 +329,7 @@ struct Report {
     ranks: usize,
     links: Vec<Value>,
     chosen: Vec<Value>,
-    results: Vec<Value>,
+    results: Vec<Sample>,
 }
 
 impl Report {
@@ -333,11 +340,18 @@ impl Report {
 
     fn take(&mut self, said: Said) -> Result<()> {
         match said {
-            Said::Link(link) => {
+            Said::Linked { a, b, transport } => {
                 if !self.is_json {
-                    self.print_link(&link);
+                    let name = transport.map_or_else(|| "-".to_owned(), |t| t.to_string());
+                    println!("ranks {a} and {b}: {name}");
                 }
-                self.links.push(link);
+                self.links.push(json!({"a": a, "b": b, "transport": transport}));
+            }
+            Said::Checked(pair) => {
+                if !self.is_json {
+                    print_pair(&pair);
+                }
+                self.links.push(serde_json::to_value(pair)?);
             }
             Said::Chosen { bytes, algorithm } => {
                 if !self.is_json {
@@ -356,54 +370,41 @@ impl Report {
         Ok(())
     }
 
-    fn print_link(&self, link: &Value) {
-        let number = |name: &str| link.get(name).and_then(Value::as_f64).unwrap_or_default();
-        let text = |name: &str| link.get(name).and_then(Value::as_str).unwrap_or("-");
-        let (a, b, transport) = (number("a"), number("b"), text("transport"));
-        if self.shows {
-            println!("ranks {a} and {b}: {transport}");
-            return;
-        }
-        let (latency, gbps) = (number("latency_us"), number("gbps"));
-        let complaint = link.get("complaint").and_then(Value::as_str);
-        let complaint = complaint.map_or(String::new(), |c| format!("  BAD: {c}"));
-        println!("ranks {a} and {b}: {transport:5} {latency:8.1} us {gbps:7.2} GB/s{complaint}");
-    }
-
-    fn print_sample(&self, sample: &Value) {
+    fn print_sample(&self, s: &Sample) {
         if self.results.is_empty() {
             println!(
                 "\n{:<14} {:>10} {:<9} {:>10} {:>10} {:>10} {:>10} {:>7}",
                 "op", "bytes", "algorithm", "median us", "p99 us", "alg GB/s", "bus GB/s", "errors"
             );
         }
-        let number = |name: &str| sample.get(name).and_then(Value::as_f64).unwrap_or_default();
-        let text = |name: &str| sample.get(name).and_then(Value::as_str).unwrap_or("-");
+        let algorithm = s.algorithm.as_deref().unwrap_or("-");
         println!(
-            "{:<14} {:>10} {:<9} {:>10.1} {:>10.1} {:>10.3} {:>10.3} {:>7}",
-            text("op"),
-            number("bytes"),
-            text("algorithm"),
-            number("median_us"),
-            number("p99_us"),
-            number("alg_gbps"),
-            number("bus_gbps"),
-            number("errors")
+            "{:<14} {:>10} {algorithm:<9} {:>10.1} {:>10.1} {:>10.3} {:>10.3} {:>7}",
+            s.op, s.bytes, s.median_us, s.p99_us, s.alg_gbps, s.bus_gbps, s.errors
         );
     }
 
     fn end(&self) -> Result<ExitCode> {
         if self.is_json {
             let mut whole = json!({"ranks": self.ranks, "links": self.links});
-            let (name, list) =
-                if self.shows { ("algorithms", &self.chosen) } else { ("results", &self.results) };
+            let (name, list) = if self.shows {
+                ("algorithms", json!(self.chosen))
+            } else {
+                ("results", json!(self.results))
+            };
             if let Some(whole) = whole.as_object_mut() {
-                whole.insert(name.to_owned(), json!(list));
+                whole.insert(name.to_owned(), list);
             }
             println!("{whole}");
         }
-        let bad = |v: &Value, name: &str| v.get(name).is_some_and(|x| !x.is_null() && x != 0);
-        let is_bad = self.results.iter().any(|r| bad(r, "errors"));
+        let is_bad = self.results.iter().any(|s| s.errors > 0);
         Ok(if is_bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
     }
+}
+
+fn print_pair(pair: &Pair) {
+    let Pair { a, b, transport, latency_us, gbps, complaint } = pair;
+    let complaint = complaint.as_ref().map_or(String::new(), |c| format!("  BAD: {c}"));
+    let transport = transport.to_string();
+    println!("ranks {a} and {b}: {transport:5} {latency_us:8.1} us {gbps:7.2} GB/s{complaint}");
 }
