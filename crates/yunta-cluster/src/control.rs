@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use yunta_comm::Transport;
+use yunta_comm::LinkConfig;
 use yunta_model::Plan;
 
 use crate::{Emulation, Limits, PrefixCache};
@@ -39,8 +39,8 @@ pub(crate) struct Assignment {
     pub(crate) prefix_cache: Option<PrefixCache>,
     /// How the machine is divided and the links are slowed, to emulate several machines.
     pub(crate) emulation: Emulation,
-    /// What must link the ranks, if not the fastest that can.
-    pub(crate) transport: Option<Transport>,
+    /// What links the ranks.
+    pub(crate) links: LinkConfig,
 }
 
 /// From the supervisor.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use yunta_comm::Transport;
+use yunta_comm::LinkConfig;
 use yunta_engine::{
     Engine, EngineStatus, Event, EventSink, Request, RequestId, SamplingParams, SubmitError,
 };
@@ -80,8 +80,8 @@ pub struct InstanceConfig {
     pub draft_model: Option<PathBuf>,
     /// Where blocks of the KV cache outlive the process, if they shall.
     pub prefix_cache: Option<PrefixCache>,
-    /// What must link the ranks, if not the fastest that can.
-    pub transport: Option<Transport>,
+    /// What links the ranks.
+    pub links: LinkConfig,
     /// For experiments.
     pub emulation: Emulation,
 }
@@ -464,7 +464,7 @@ impl Manager {
             draft_model: c.draft_model.clone(),
             prefix_cache: c.prefix_cache.clone(),
             emulation: c.emulation,
-            transport: c.transport,
+            links: c.links.clone(),
         }
     }
 

@@ -168,14 +168,10 @@ fn join(
     };
     let step_timeout = Duration::from_millis(a.step_timeout_ms);
     let token = Secret::from_hex(&a.secret).map_err(failed)?.bytes();
+    let addresses = addresses.into_iter().map(|address| vec![address]).collect();
+    // All ranks have their assignment from one supervisor: there is no configuration to compare.
     let mesh = MeshConfig {
-        rank: a.rank,
-        addresses: addresses.into_iter().map(|address| vec![address]).collect(),
-        connections: 1,
-        transport: a.transport,
-        token,
-        // All ranks have their assignment from one supervisor: there is nothing to compare.
-        config_digest: [0; 32],
+        links: a.links.clone(),
         join_timeout: JOIN_TIMEOUT,
         group: GroupConfig {
             epoch: a.epoch,
@@ -184,6 +180,7 @@ fn join(
             outbox: outbox(a),
             ..GroupConfig::default()
         },
+        ..MeshConfig::new(a.rank, addresses, token)
     };
     let world = yunta_comm::connect(mesh, vec![listener]).map_err(failed)?;
     let idle_timeout = step_timeout.max(IDLE_TIMEOUT_MIN);

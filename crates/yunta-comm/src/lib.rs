@@ -48,6 +48,7 @@ mod shm;
 mod striped;
 mod topology;
 mod tuning;
+pub mod verbs;
 
 pub use element::{Element, ReduceOp};
 pub use error::{CommError, Operation};
@@ -61,7 +62,7 @@ pub use link::{Interest, Link, Socket, StreamLink, Transport, Wait};
 pub use measure::{Collective, Pair, Sample, check_pairs, measure};
 pub use outbox::Outbox;
 pub use reliable::{FramePort, Mended, ReliableLink};
-pub use rendezvous::{MeshConfig, connect, token};
+pub use rendezvous::{LinkConfig, MeshConfig, connect, token};
 #[cfg(target_os = "linux")]
 pub use shm::ShmLink;
 pub use topology::Topology;

@@ -1,12 +1,11 @@
-//! Several sockets to one peer as one link: over several cables, or where one connection does not
-//! fill a cable.
+//! Several links to one peer as one: over several cables, or where one connection does not fill a
+//! cable.
 
 use std::io::{self, IoSlice};
-use std::net::TcpStream;
 
-use crate::link::{Interest, Link, StreamLink, Transport, Wait, window};
+use crate::link::{Interest, Link, Transport, Wait, window};
 
-/// Bytes that go over one socket before it is the next one's turn. The messages of a decode step
+/// Bytes that go over one link before it is the next one's turn. The messages of a decode step
 /// go over one or two; kernels buffer more than this per socket, so that all are busy with a long one.
 const STRIPE: usize = 64 << 10;
 
@@ -31,15 +30,15 @@ impl Turn {
     }
 }
 
-/// A link over several sockets, in turn.
+/// A link over several others, in turn.
 pub(crate) struct StripedLink {
-    lanes: Vec<StreamLink<TcpStream>>,
+    lanes: Vec<Box<dyn Link>>,
     sending: Turn,
     receiving: Turn,
 }
 
 impl StripedLink {
-    pub(crate) fn new(lanes: Vec<StreamLink<TcpStream>>) -> Self {
+    pub(crate) fn new(lanes: Vec<Box<dyn Link>>) -> Self {
         Self { lanes, sending: Turn::default(), receiving: Turn::default() }
     }
 }
@@ -50,12 +49,12 @@ fn no_lane() -> io::Error {
 
 impl Link for StripedLink {
     fn name(&self) -> String {
-        let first = self.lanes.first().map_or_else(String::new, Link::name);
+        let first = self.lanes.first().map_or_else(String::new, |l| l.name());
         format!("{first} and {} more", self.lanes.len().saturating_sub(1))
     }
 
     fn transport(&self) -> Transport {
-        Transport::Tcp
+        self.lanes.first().map_or(Transport::Tcp, |l| l.transport())
     }
 
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -110,10 +109,10 @@ impl Link for StripedLink {
     }
 
     fn is_checked(&self) -> bool {
-        false
+        self.lanes.iter().all(|l| l.is_checked())
     }
 
     fn close(&mut self) {
-        self.lanes.iter_mut().for_each(Link::close);
+        self.lanes.iter_mut().for_each(|l| l.close());
     }
 }

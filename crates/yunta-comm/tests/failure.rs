@@ -198,15 +198,12 @@ fn a_message_beyond_the_bound_is_not_read() {
 }
 
 fn mesh_config(rank: usize, listeners: &[TcpListener]) -> MeshConfig {
+    let addresses = listeners.iter().map(|l| vec![l.local_addr().unwrap()]).collect();
     MeshConfig {
-        rank,
-        addresses: listeners.iter().map(|l| vec![l.local_addr().unwrap()]).collect(),
-        connections: 1,
-        transport: None,
-        token: [1; 32],
         config_digest: [2; 32],
         join_timeout: Duration::from_secs(5),
         group: GroupConfig { epoch: 4, ..GroupConfig::default() },
+        ..MeshConfig::new(rank, addresses, [1; 32])
     }
 }
 

@@ -4,7 +4,9 @@
 use std::net::TcpListener;
 use std::time::Duration;
 
-use yunta_comm::{CommError, Group, GroupConfig, MeshConfig, ReduceOp, Transport, connect};
+use yunta_comm::{
+    CommError, Group, GroupConfig, LinkConfig, MeshConfig, ReduceOp, Transport, connect,
+};
 
 /// How a world is to be linked: addresses and connections per rank, and what all or some want.
 #[derive(Clone, Copy)]
@@ -26,14 +28,14 @@ fn join(size: usize, wish: Wish) -> Vec<Result<Group, CommError>> {
         .enumerate()
         .map(|(rank, listeners)| {
             let config = MeshConfig {
-                rank,
-                addresses: addresses.clone(),
-                connections: wish.connections,
-                transport: (wish.transport)(rank),
-                token: [1; 32],
-                config_digest: [2; 32],
+                links: LinkConfig {
+                    connections: wish.connections,
+                    transport: (wish.transport)(rank),
+                    ..LinkConfig::default()
+                },
                 join_timeout: Duration::from_secs(3),
                 group: GroupConfig { timeout, ..GroupConfig::default() },
+                ..MeshConfig::new(rank, addresses.clone(), [1; 32])
             };
             std::thread::spawn(move || connect(config, listeners))
         })

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use yunta_cluster::Emulation;
-use yunta_comm::Transport;
+use yunta_comm::verbs::{QueueKind, VerbsConfig};
+use yunta_comm::{LinkConfig, Transport};
 use yunta_model::{Dims, KvType, Plan};
 
 /// Which model, how it is cut, and how it computes.
@@ -95,6 +96,38 @@ pub(crate) struct ModelArgs {
     pub(crate) step_timeout: u64,
 }
 
+/// What links ranks.
+#[derive(Args, Clone, Default)]
+pub(crate) struct LinkArgs {
+    /// What links the ranks: shm, verbs (RDMA) or tcp [default: the fastest that each pair allows]
+    #[arg(long, value_name = "TRANSPORT")]
+    transport: Option<Transport>,
+    /// Connections per pair over TCP
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    connections: usize,
+    /// Queue pairs of RDMA: rc or uc [default: uc on macOS, else rc]
+    #[arg(long, value_name = "KIND")]
+    rdma_kind: Option<QueueKind>,
+    /// The verbs library, if it is not where the system looks
+    #[arg(long, env = "YUNTA_RDMA_LIBRARY", value_name = "PATH")]
+    rdma_library: Option<PathBuf>,
+}
+
+impl LinkArgs {
+    pub(crate) fn config(&self) -> LinkConfig {
+        let verbs = VerbsConfig::default();
+        LinkConfig {
+            transport: self.transport,
+            connections: self.connections.max(1),
+            verbs: VerbsConfig {
+                library: self.rdma_library.clone(),
+                kind: self.rdma_kind.unwrap_or(verbs.kind),
+                ..verbs
+            },
+        }
+    }
+}
+
 /// How a model is cut over local processes.
 #[derive(Args, Clone, Default)]
 pub(crate) struct CutArgs {
@@ -116,9 +149,8 @@ pub(crate) struct CutArgs {
     /// Uneven cut into stages, as proportions: 2,1
     #[arg(long, value_delimiter = ',', value_name = "SHARES")]
     pub(crate) pipeline_shares: Option<Vec<f64>>,
-    /// What links the ranks: shm or tcp [default: the fastest that each pair allows]
-    #[arg(long, value_name = "TRANSPORT")]
-    pub(crate) transport: Option<Transport>,
+    #[command(flatten)]
+    pub(crate) links: LinkArgs,
     /// Keep every rank to cores of its own, as many as it has threads (to emulate machines)
     #[arg(long)]
     pub(crate) pin: bool,

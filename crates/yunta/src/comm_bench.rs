@@ -15,6 +15,8 @@ use yunta_comm::{
     connect, measure, token,
 };
 
+use crate::args::LinkArgs;
+
 /// Options of `yunta comm-bench`.
 #[derive(Args)]
 pub(crate) struct CommBenchArgs {
@@ -31,12 +33,8 @@ pub(crate) struct CommBenchArgs {
     /// A secret that all ranks share
     #[arg(long, env = "YUNTA_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// What links the ranks: shm or tcp [default: the fastest that each pair allows]
-    #[arg(long)]
-    transport: Option<Transport>,
-    /// Connections per pair over TCP
-    #[arg(long, default_value_t = 1)]
-    connections: usize,
+    #[command(flatten)]
+    links: LinkArgs,
     /// all_reduce, all_gather, reduce_scatter, broadcast, send_recv, barrier
     #[arg(long, value_delimiter = ',', default_value = "all_reduce")]
     op: Vec<Collective>,
@@ -156,12 +154,7 @@ fn join(
     let spin = GroupConfig::spin_for(addresses.len());
     let timeout = Duration::from_secs(args.timeout.max(1));
     let config = MeshConfig {
-        rank,
-        addresses,
-        connections: args.connections,
-        transport: args.transport,
-        token,
-        config_digest: [0; 32],
+        links: args.links.config(),
         join_timeout: timeout,
         group: GroupConfig {
             timeout,
@@ -169,6 +162,7 @@ fn join(
             algorithm: args.algorithm,
             ..GroupConfig::default()
         },
+        ..MeshConfig::new(rank, addresses, token)
     };
     Ok(connect(config, listeners)?)
 }

@@ -63,7 +63,7 @@ pub(crate) fn prepare(args: &ModelArgs) -> Result<Prepared> {
             .prefix_cache
             .clone()
             .map(|folder| PrefixCache { folder, bytes_max: args.prefix_cache_mib << 20 }),
-        transport: args.compute.cut.transport,
+        links: args.compute.cut.links.config(),
         emulation: args.compute.cut.emulation(),
     };
     Ok(Prepared { checkpoint, config })

@@ -53,6 +53,16 @@ impl<'a> Incoming<'a> {
         self.stage == Stage::Payload && matches!(self.sink, Sink::Fold(_))
     }
 
+    /// Bytes that are to come of a frame that is under way.
+    pub(crate) fn rest(&self) -> usize {
+        match self.stage {
+            Stage::Header | Stage::Done => 0,
+            Stage::Payload | Stage::Trailer => {
+                self.length - self.received + trailer(self.length, self.is_checked)
+            }
+        }
+    }
+
     /// Takes what has come, but for a payload that is to be folded; whether there was anything.
     pub(crate) fn advance(
         &mut self,
@@ -185,12 +195,20 @@ impl<'a> Incoming<'a> {
     }
 }
 
-/// The reason that a peer sent before it closed a link, if it lies at the front of what came.
-pub(crate) fn last_words(from: &mut Peer) -> Option<String> {
-    let there = from.peek(HEADER).ok()?;
-    let header = Header::decode(there.first_chunk()?).ok().filter(|h| h.kind == Kind::Abort)?;
-    let end = HEADER + usize::try_from(header.length.min(REASON_MAX)).ok()?;
-    let reason = from.peek(end).ok()?.get(HEADER..)?;
-    let reason = reason.get(..end - HEADER).unwrap_or(reason);
-    Some(String::from_utf8_lossy(reason).into_owned())
+/// The reason that a peer sent before it closed a link, if it lies within what came: after `rest`
+/// bytes of a frame, and any number of whole ones.
+pub(crate) fn last_words(from: &mut Peer, rest: usize) -> Option<String> {
+    let mut at = rest;
+    loop {
+        let body = at.checked_add(HEADER)?;
+        let there = from.peek(body).ok()?.get(at..body)?;
+        let header = Header::decode(there.first_chunk()?).ok()?;
+        let length = usize::try_from(header.length).ok()?;
+        if header.kind == Kind::Abort {
+            let end = body + length.min(REASON_MAX as usize);
+            let reason = from.peek(end).ok()?.get(body..end)?;
+            return Some(String::from_utf8_lossy(reason).into_owned());
+        }
+        at = body.checked_add(length)?.checked_add(trailer(length, header.is_checked))?;
+    }
 }

@@ -158,11 +158,7 @@ impl Exchange<'_> {
             let payload = source.get(o.range.clone()).unwrap_or_default();
             match o.advance(peer, payload) {
                 Ok(n) => progress |= n > 0,
-                // The peer may have said why before it closed the link.
-                Err(e) => {
-                    let fault = last_words(peer).map_or_else(|| e.into(), Fault::GaveUp);
-                    return Err(around.error(o.peer, peer.link.name(), fault));
-                }
+                Err(e) => return Err(lost(o.peer, peer, &self.incoming, around, e)),
             }
             busy = Some(o.peer).filter(|_| !o.is_done());
         }
@@ -197,8 +193,8 @@ impl Exchange<'_> {
         let views = match views(peers, &self.incoming, if ready == 0 { 0 } else { left }) {
             Ok(views) => views,
             Err((rank, e)) => {
-                let link = of(peers, rank, around)?.link.name();
-                return Err(around.error(rank, link, e.into()));
+                let peer = of(peers, rank, around)?;
+                return Err(lost(rank, peer, &self.incoming, around, e));
             }
         };
         ready = views.iter().map(|v| v.len()).fold(ready, usize::min);
@@ -292,8 +288,10 @@ impl Exchange<'_> {
             .collect();
         for (rank, interest) in sends.chain(receives) {
             let peer = of(peers, rank, around)?;
-            let wait = peer.arm(interest);
-            let wait = wait.map_err(|e| around.error(rank, peer.link.name(), e.into()))?;
+            let wait = match peer.arm(interest) {
+                Ok(wait) => wait,
+                Err(e) => return Err(lost(rank, peer, &self.incoming, around, e)),
+            };
             // The others must be asked nevertheless: some look after themselves only then.
             let Some(wait) = wait else {
                 is_ready = true;
@@ -316,6 +314,20 @@ impl Exchange<'_> {
         poll(&mut waits, &time);
         Ok(())
     }
+}
+
+/// The error of a peer whose link failed; it may have said why before it closed it, after what is
+/// expected of it.
+fn lost(
+    rank: usize,
+    peer: &mut Peer,
+    incoming: &[Incoming<'_>],
+    around: &Surroundings<'_>,
+    e: io::Error,
+) -> CommError {
+    let rest = incoming.iter().filter(|i| i.peer == rank).map(Incoming::rest).sum();
+    let fault = last_words(peer, rest).map_or_else(|| e.into(), Fault::GaveUp);
+    around.error(rank, peer.link.name(), fault)
 }
 
 /// What has come from each, in the order of `incoming`; looks at links that have less than `wanted`.

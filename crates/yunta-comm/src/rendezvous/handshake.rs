@@ -2,11 +2,12 @@
 //!
 //! 1. Hello of the client (120 bytes, little-endian): magic (8), version, world size, from, to (2
 //!    each), epoch (8), configuration digest (32), nonce (32), host (16), wanted transport, lane,
-//!    lanes (1 each), zero (13).
+//!    lanes, whether an RDMA device leads to the peer (1 each), zero (12).
 //! 2. Answer: verdict (1), nonce (32), proof (32).
 //! 3. The client's proof (32).
 //! 4. The server's choice: transport (1), name of shared memory (16), proof (32).
-//! 5. The client's word: the transport that it has taken up (1).
+//! 5. The client's word: the transport that it has taken up (1). Over RDMA both speak instead (see
+//!    `rdma`).
 //!
 //! Proofs are HMAC-SHA256 with the token over the side, the hello, the server's nonce and, in the
 //! choice's, the choice.
@@ -19,10 +20,12 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
 use super::MeshConfig;
-use crate::{Link, Transport};
+use super::rdma::Side;
+use crate::verbs::Verbs;
+use crate::{Link, StreamLink, Transport};
 
 const MAGIC: &[u8; 8] = b"YUNTACOM";
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 const HELLO: usize = 120;
 /// Bytes of a shared memory's name.
 const NAME: usize = 16;
@@ -59,17 +62,17 @@ fn reason(verdict: u8) -> &'static str {
 
 /// A connection that counts.
 pub(super) enum Joined {
-    /// One of the sockets of a pair.
-    Lane(usize, TcpStream),
+    /// One of the links of a pair.
+    Lane(usize, Box<dyn Link>),
     /// The whole link.
     Whole(Box<dyn Link>),
 }
 
 /// How a pair is to be linked.
-struct Pair {
+pub(super) struct Pair {
     from: usize,
     to: usize,
-    lane: usize,
+    pub(super) lane: usize,
     /// Bytes of both sides' words that proofs cover.
     hello: [u8; HELLO],
     nonce: [u8; 32],
@@ -80,11 +83,17 @@ pub(super) struct Handshake<'c> {
     pub(super) config: &'c MeshConfig,
     /// Tells hosts apart: two ranks that share it can share memory.
     pub(super) host: [u8; 16],
+    /// This host's RDMA devices, if they may be used.
+    pub(super) verbs: Option<&'c Verbs>,
 }
 
 impl Handshake<'_> {
-    /// The server's side; the peer's rank.
-    pub(super) fn greet(&self, mut stream: TcpStream) -> io::Result<(usize, Joined)> {
+    /// The server's side; the peer's rank. An outer error is a stranger's doing, an inner one a
+    /// rank's, and final.
+    pub(super) fn greet(
+        &self,
+        mut stream: TcpStream,
+    ) -> io::Result<(usize, Result<Joined, String>)> {
         set_timeouts(&stream)?;
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello)?;
@@ -97,13 +106,14 @@ impl Handshake<'_> {
         let digest: [u8; 32] = fields.take();
         let _: [u8; 32] = fields.take();
         let host: [u8; 16] = fields.take();
-        let [wanted, lane, lanes] = fields.take();
+        let [wanted, lane, lanes, has_rdma] = fields.take();
         let c = self.config;
         let from = usize::from(from);
         let (size, lanes) = (usize::from(size), usize::from(lanes));
         let (to, lane) = (usize::from(to), usize::from(lane));
         let pair = Pair { from, to, lane, hello, nonce: random()? };
-        let choice = self.choose(wanted, host == self.host);
+        let has_rdma = has_rdma != 0 && self.has_rdma(&stream, from, lane);
+        let choice = self.choose(wanted, host == self.host, has_rdma);
         let verdict = if version != VERSION {
             Verdict::Version
         } else if size != c.addresses.len() {
@@ -116,7 +126,7 @@ impl Handshake<'_> {
             Verdict::Rank
         } else if choice.is_none() {
             Verdict::Transport
-        } else if lanes != c.lanes_to(c.rank) || lane >= lanes {
+        } else if lanes != c.lanes(from) || lane >= lanes {
             Verdict::Lanes
         } else {
             Verdict::Welcome
@@ -129,31 +139,44 @@ impl Handshake<'_> {
         let mut theirs = [0; 32];
         stream.read_exact(&mut theirs)?;
         self.verify(b"client", &pair, &[], &theirs)?;
-        let joined = self.offer(stream, &pair, choice)?;
-        Ok((from, joined))
+        Ok((from, self.offer(stream, &pair, choice)?))
+    }
+
+    /// Whether an RDMA device is known to lead where this connection leads.
+    fn has_rdma(&self, stream: &TcpStream, peer: usize, lane: usize) -> bool {
+        let local = stream.local_addr().map(|a| a.ip());
+        self.verbs.zip(local.ok()).is_some_and(|(v, local)| v.leads_to(peer, lane, local))
     }
 
     /// What links this rank with one that wants `wanted` (0: whatever is fastest).
-    fn choose(&self, wanted: u8, is_same_host: bool) -> Option<Transport> {
+    fn choose(&self, wanted: u8, is_same_host: bool, has_rdma: bool) -> Option<Transport> {
         let can_share = is_same_host && cfg!(target_os = "linux");
         let is_possible = |t: &Transport| match t {
             Transport::Shm => can_share,
+            Transport::Verbs => has_rdma,
             Transport::Tcp => true,
-            Transport::Verbs | Transport::Emulated => false,
+            Transport::Emulated => false,
         };
         let theirs = match wanted {
             0 => None,
             code => Some(Transport::from_code(code)?),
         };
-        match (self.config.transport, theirs) {
+        match (self.config.links.transport, theirs) {
             (None, None) => Transport::ALL.into_iter().find(is_possible),
             (Some(a), Some(b)) if a != b => None,
+            // What is wrong with it is said once it is tried.
+            (Some(Transport::Verbs), _) | (None, Some(Transport::Verbs)) => Some(Transport::Verbs),
             (Some(one), _) | (None, Some(one)) => Some(one).filter(is_possible),
         }
     }
 
     /// Tells the client what it is to be, and makes it.
-    fn offer(&self, stream: TcpStream, pair: &Pair, choice: Transport) -> io::Result<Joined> {
+    fn offer(
+        &self,
+        stream: TcpStream,
+        pair: &Pair,
+        choice: Transport,
+    ) -> io::Result<Result<Joined, String>> {
         #[cfg(target_os = "linux")]
         if choice == Transport::Shm && pair.lane == 0 {
             let offer = crate::shm::Offer::new()?;
@@ -161,16 +184,18 @@ impl Handshake<'_> {
             let link = offer.accept(Instant::now() + STEP_TIMEOUT);
             return match (receive_byte(&stream)?, link) {
                 (code, Ok(link)) if code == Transport::Shm as u8 => {
-                    Ok(Joined::Whole(Box::new(link.named(pair.to, pair.from))))
+                    Ok(Ok(Joined::Whole(Box::new(link.named(pair.to, pair.from)))))
                 }
                 (_, Err(e)) => Err(e),
                 _ => Err(stranger()),
             };
         }
         self.send_choice(&stream, pair, choice, [0; NAME])?;
+        if choice == Transport::Verbs {
+            return self.over_rdma(stream, pair, pair.from, Side::Server);
+        }
         receive_byte(&stream)?;
-        clear_timeouts(&stream)?;
-        Ok(Joined::Lane(pair.lane, stream))
+        lane(pair, stream).map(Ok)
     }
 
     fn send_choice(
@@ -194,7 +219,8 @@ impl Handshake<'_> {
     ) -> io::Result<Result<Joined, String>> {
         set_timeouts(&stream)?;
         let c = self.config;
-        let lanes = c.lanes_to(peer);
+        let lanes = c.lanes(peer);
+        let has_rdma = self.has_rdma(&stream, peer, lane);
         let word = |n: usize| u16::try_from(n).unwrap_or(u16::MAX).to_le_bytes();
         let byte = |n: usize| u8::try_from(n).unwrap_or(u8::MAX);
         let fields: [&[u8]; 10] = [
@@ -207,7 +233,7 @@ impl Handshake<'_> {
             &c.config_digest,
             &random::<32>()?,
             &self.host,
-            &[c.transport.map_or(0, |t| t as u8), byte(lane), byte(lanes)],
+            &[c.links.transport.map_or(0, |t| t as u8), byte(lane), byte(lanes), has_rdma.into()],
         ];
         let mut hello = [0; HELLO];
         let text = fields.concat();
@@ -229,7 +255,7 @@ impl Handshake<'_> {
         stream.read_exact(&mut choice)?;
         stream.read_exact(&mut theirs)?;
         self.verify(b"choice", &pair, &choice, &theirs)?;
-        self.take_up(stream, &pair, &choice).map(Ok)
+        self.take_up(stream, &pair, &choice)
     }
 
     fn take_up(
@@ -237,18 +263,20 @@ impl Handshake<'_> {
         mut stream: TcpStream,
         pair: &Pair,
         choice: &[u8; 1 + NAME],
-    ) -> io::Result<Joined> {
+    ) -> io::Result<Result<Joined, String>> {
         let mut fields = Fields(choice);
         let [code] = fields.take();
         #[cfg(target_os = "linux")]
         if code == Transport::Shm as u8 && pair.lane == 0 {
             let link = crate::shm::take_up(&fields.take(), Instant::now() + STEP_TIMEOUT)?;
             stream.write_all(&[code])?;
-            return Ok(Joined::Whole(Box::new(link.named(pair.from, pair.to))));
+            return Ok(Ok(Joined::Whole(Box::new(link.named(pair.from, pair.to)))));
+        }
+        if code == Transport::Verbs as u8 {
+            return self.over_rdma(stream, pair, pair.to, Side::Client);
         }
         stream.write_all(&[code])?;
-        clear_timeouts(&stream)?;
-        Ok(Joined::Lane(pair.lane, stream))
+        lane(pair, stream).map(Ok)
     }
 
     fn mac(&self, side: &[u8], pair: &Pair, more: &[u8]) -> io::Result<Hmac<Sha256>> {
@@ -260,11 +288,17 @@ impl Handshake<'_> {
         Ok(mac)
     }
 
-    fn proof(&self, side: &[u8], pair: &Pair, more: &[u8]) -> io::Result<[u8; 32]> {
+    pub(super) fn proof(&self, side: &[u8], pair: &Pair, more: &[u8]) -> io::Result<[u8; 32]> {
         Ok(self.mac(side, pair, more)?.finalize().into_bytes().into())
     }
 
-    fn verify(&self, side: &[u8], pair: &Pair, more: &[u8], proof: &[u8]) -> io::Result<()> {
+    pub(super) fn verify(
+        &self,
+        side: &[u8],
+        pair: &Pair,
+        more: &[u8],
+        proof: &[u8],
+    ) -> io::Result<()> {
         self.mac(side, pair, more)?.verify_slice(proof).map_err(|_| stranger())
     }
 }
@@ -293,7 +327,13 @@ fn stranger() -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, "no rank of this mesh")
 }
 
-fn receive_byte(mut stream: &TcpStream) -> io::Result<u8> {
+/// A connection as it is.
+pub(super) fn lane(pair: &Pair, stream: TcpStream) -> io::Result<Joined> {
+    clear_timeouts(&stream)?;
+    Ok(Joined::Lane(pair.lane, Box::new(StreamLink::tcp(stream)?)))
+}
+
+pub(super) fn receive_byte(mut stream: &TcpStream) -> io::Result<u8> {
     let mut byte = [0];
     stream.read_exact(&mut byte)?;
     let [byte] = byte;
@@ -307,7 +347,7 @@ fn set_timeouts(stream: &TcpStream) -> io::Result<()> {
     stream.set_write_timeout(Some(STEP_TIMEOUT))
 }
 
-fn clear_timeouts(stream: &TcpStream) -> io::Result<()> {
+pub(super) fn clear_timeouts(stream: &TcpStream) -> io::Result<()> {
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)
 }

@@ -7,15 +7,20 @@
 //! In the end all ranks tell each other how they are linked: they must choose alike.
 
 mod handshake;
+mod rdma;
 
+use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::striped::StripedLink;
-use crate::{CommError, Group, GroupConfig, Link, StreamLink, Topology, Transport};
+use crate::verbs::{Verbs, VerbsConfig, VerbsError};
+use crate::{CommError, Group, GroupConfig, Link, Topology, Transport};
 pub(crate) use handshake::random;
 use handshake::{Handshake, Joined, STEP_TIMEOUT};
 
@@ -25,6 +30,25 @@ const HANDSHAKES_MAX: usize = 64;
 /// Connections of a pair.
 const LANES_MAX: usize = 64;
 
+/// What links the ranks of a mesh.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkConfig {
+    /// What must link all pairs. Else the fastest that each allows: shared memory on one host, RDMA
+    /// where devices are known to lead from each end to the other, else TCP.
+    pub transport: Option<Transport>,
+    /// Connections per pair over TCP, over which large messages are striped; at least one per
+    /// address of the rank that is connected to.
+    pub connections: usize,
+    /// How RDMA devices are used.
+    pub verbs: VerbsConfig,
+}
+
+impl Default for LinkConfig {
+    fn default() -> Self {
+        Self { transport: None, connections: 1, verbs: VerbsConfig::default() }
+    }
+}
+
 /// What a rank needs to join a mesh.
 #[derive(Clone)]
 pub struct MeshConfig {
@@ -32,12 +56,8 @@ pub struct MeshConfig {
     pub rank: usize,
     /// Where each rank listens, in rank order: one address, or one per cable.
     pub addresses: Vec<Vec<SocketAddr>>,
-    /// Connections per pair over TCP, over which large messages are striped; at least one per
-    /// address of the rank that is connected to.
-    pub connections: usize,
-    /// What must link all pairs. Else the fastest that each allows: shared memory on one host, TCP
-    /// between hosts.
-    pub transport: Option<Transport>,
+    /// What links them.
+    pub links: LinkConfig,
     /// Known to all ranks and nobody else.
     pub token: [u8; 32],
     /// Must be equal on all ranks: a digest of the model and its cut, for instance.
@@ -49,10 +69,44 @@ pub struct MeshConfig {
 }
 
 impl MeshConfig {
-    /// Connections to a rank from each that is above it.
-    fn lanes_to(&self, rank: usize) -> usize {
-        let cables = self.addresses.get(rank).map_or(1, Vec::len);
-        self.connections.max(cables).clamp(1, LANES_MAX)
+    /// One connection per pair and whatever links each fastest, within 30 seconds.
+    pub fn new(rank: usize, addresses: Vec<Vec<SocketAddr>>, token: [u8; 32]) -> Self {
+        Self {
+            rank,
+            addresses,
+            links: LinkConfig::default(),
+            token,
+            config_digest: [0; 32],
+            join_timeout: Duration::from_secs(30),
+            group: GroupConfig::default(),
+        }
+    }
+
+    /// Cables to a peer, of which the lower rank's addresses count.
+    fn cables(&self, peer: usize) -> usize {
+        let server = self.rank.min(peer);
+        let addresses = self.addresses.get(server).map_or(1, Vec::len);
+        let devices = self.links.verbs.devices.get(peer).map_or(0, Vec::len);
+        addresses.max(devices).clamp(1, LANES_MAX)
+    }
+
+    /// Connections to a peer, before it is known what they are.
+    fn lanes(&self, peer: usize) -> usize {
+        self.links.connections.clamp(self.cables(peer), LANES_MAX)
+    }
+
+    /// Queue pairs that the busiest device would have.
+    fn queue_pairs(&self) -> usize {
+        let peers = (0..self.addresses.len()).filter(|p| *p != self.rank);
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        for peer in peers {
+            match self.links.verbs.devices.get(peer) {
+                Some(names) => names.iter().for_each(|n| *counts.entry(n).or_default() += 1),
+                // Which device it will be is not known: at worst, one for all.
+                None => *counts.entry("").or_default() += self.cables(peer),
+            }
+        }
+        counts.into_values().max().unwrap_or(0)
     }
 }
 
@@ -69,6 +123,7 @@ type Links = Vec<(usize, Box<dyn Link>)>;
 struct Local {
     config: Arc<MeshConfig>,
     host: [u8; 16],
+    verbs: Option<Verbs>,
 }
 
 /// Joins the mesh: returns when this rank is connected with all others. The listeners are those of
@@ -82,12 +137,13 @@ pub fn connect(config: MeshConfig, listeners: Vec<TcpListener>) -> Result<Group,
     if rank >= size || size > usize::from(u16::MAX) {
         return Err(failed(format!("there is no rank {rank} among {size}")));
     }
-    if let Some(t @ (Transport::Verbs | Transport::Emulated)) = config.transport {
-        return Err(failed(format!("transport {t} can't be set up over the network yet")));
+    if config.links.transport == Some(Transport::Emulated) {
+        return Err(failed("emulated links are within one process: see Fabric".to_owned()));
     }
     let deadline = Instant::now() + config.join_timeout;
     let group = config.group;
-    let local = Local { config: Arc::new(config), host: handshake::host() };
+    let verbs = verbs(&config).map_err(|e| failed(e.to_string()))?;
+    let local = Local { config: Arc::new(config), host: handshake::host(), verbs };
     let accepting = local.clone();
     let accepted = std::thread::Builder::new()
         .name("rendezvous".to_owned())
@@ -104,6 +160,25 @@ pub fn connect(config: MeshConfig, listeners: Vec<TcpListener>) -> Result<Group,
         }
     }
     compare(rank, links, &group, deadline)
+}
+
+/// The RDMA devices of this host, if they are to be used.
+fn verbs(config: &MeshConfig) -> Result<Option<Verbs>, VerbsError> {
+    if config.links.transport.is_some_and(|t| t != Transport::Verbs) || config.addresses.len() < 2 {
+        return Ok(None);
+    }
+    let (needed, budget) = (config.queue_pairs(), config.links.verbs.queue_pairs_max);
+    let found = if needed > budget {
+        Err(VerbsError::Budget { needed, budget })
+    } else {
+        Verbs::new(&config.links.verbs)
+    };
+    match found {
+        Ok(verbs) => Ok(Some(verbs)),
+        // Nobody asked for them.
+        Err(_) if config.links.transport.is_none() => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 /// Lets all ranks know how all are linked; the group that results.
@@ -131,42 +206,42 @@ fn compare(
 /// The connections of one peer.
 #[derive(Default)]
 struct Arrivals {
-    lanes: Vec<Option<TcpStream>>,
+    lanes: Vec<Option<Box<dyn Link>>>,
     link: Option<Box<dyn Link>>,
 }
 
 impl Arrivals {
-    /// The first of each lane counts; another is an impostor's or a mistake's.
-    fn add(&mut self, joined: Joined, lanes: usize) -> Result<(), String> {
+    /// The first of each lane counts; another is an impostor's or a mistake's. RDMA has a lane per
+    /// cable, whatever the number of connections.
+    fn add(&mut self, joined: Joined, lanes: usize, cables: usize) {
         match joined {
             Joined::Whole(link) => {
                 self.link.get_or_insert(link);
             }
-            Joined::Lane(lane, stream) => {
+            Joined::Lane(lane, link) => {
                 self.lanes.resize_with(lanes, || None);
                 if let Some(slot) = self.lanes.get_mut(lane) {
-                    slot.get_or_insert(stream);
+                    slot.get_or_insert(link);
                 }
-                if self.link.is_none() && self.lanes.iter().all(Option::is_some) {
-                    let streams = self.lanes.drain(..).flatten().collect();
-                    self.link = Some(link_over(streams)?);
+                let first = self.lanes.first().and_then(Option::as_ref);
+                let wanted = match first.map(|l| l.transport()) {
+                    Some(Transport::Verbs) => cables,
+                    Some(_) => lanes,
+                    None => return,
+                };
+                let wanted = self.lanes.get_mut(..wanted).unwrap_or_default();
+                if self.link.is_none() && wanted.iter().all(Option::is_some) {
+                    self.link = over(wanted.iter_mut().filter_map(Option::take).collect());
                 }
             }
         }
-        Ok(())
     }
 }
 
-fn link_over(streams: Vec<TcpStream>) -> Result<Box<dyn Link>, String> {
-    let links: Result<Vec<_>, _> = streams.into_iter().map(StreamLink::tcp).collect();
-    let mut links = links.map_err(|e| e.to_string())?;
-    match (links.pop(), links.is_empty()) {
-        (Some(only), true) => Ok(Box::new(only)),
-        (Some(last), false) => {
-            links.push(last);
-            Ok(Box::new(StripedLink::new(links)))
-        }
-        (None, _) => Err("no connection".to_owned()),
+fn over(mut lanes: Vec<Box<dyn Link>>) -> Option<Box<dyn Link>> {
+    match lanes.len() {
+        0 | 1 => lanes.pop(),
+        _ => Some(Box::new(StripedLink::new(lanes))),
     }
 }
 
@@ -177,7 +252,6 @@ fn accept_all(
     deadline: Instant,
 ) -> Result<Links, String> {
     let rank = local.config.rank;
-    let lanes = local.config.lanes_to(rank);
     let mut peers: Vec<Arrivals> =
         (rank + 1..local.config.addresses.len()).map(|_| Arrivals::default()).collect();
     for listener in listeners {
@@ -197,8 +271,9 @@ fn accept_all(
         }
         match arrivals.recv_timeout(RETRY) {
             Ok((peer, joined)) => {
+                let joined = joined.map_err(|e| format!("rank {peer}: {e}"))?;
                 if let Some(arrivals) = peers.get_mut(peer - rank - 1) {
-                    arrivals.add(joined, lanes)?;
+                    arrivals.add(joined, local.config.lanes(peer), local.config.cables(peer));
                 }
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
@@ -210,14 +285,14 @@ fn accept_all(
 
 impl Local {
     fn handshake(&self) -> Handshake<'_> {
-        Handshake { config: &self.config, host: self.host }
+        Handshake { config: &self.config, host: self.host, verbs: self.verbs.as_ref() }
     }
 
     /// Runs a handshake on a thread of its own.
     fn greet_apart(
         &self,
         stream: TcpStream,
-        sender: &Sender<(usize, Joined)>,
+        sender: &Sender<(usize, Result<Joined, String>)>,
         busy: &Arc<AtomicUsize>,
     ) {
         let (local, sender, count) = (self.clone(), sender.clone(), Arc::clone(busy));
@@ -237,11 +312,11 @@ impl Local {
     /// Connects to a rank, trying until it is there.
     fn dial(&self, peer: usize, deadline: Instant) -> Result<Box<dyn Link>, String> {
         let addresses = self.config.addresses.get(peer).map_or(&[][..], Vec::as_slice);
-        let lanes = self.config.lanes_to(peer);
+        let (lanes, cables) = (self.config.lanes(peer), self.config.cables(peer));
         let mut arrivals = Arrivals::default();
         for (lane, address) in (0..lanes).zip(addresses.iter().cycle()) {
             let joined = self.dial_lane(peer, lane, *address, deadline)?;
-            arrivals.add(joined, lanes)?;
+            arrivals.add(joined, lanes, cables);
             if arrivals.link.is_some() {
                 break;
             }
