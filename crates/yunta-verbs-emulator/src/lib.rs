@@ -24,8 +24,6 @@ pub const FOLDER: &str = "YUNTA_RDMA_EMULATOR";
 pub const CUT: &str = "cut";
 /// While a file of this name lies in the folder, requests complete with an error.
 pub const BROKEN: &str = "broken";
-/// A file of this name, and the queue pair's number, tells of a frame that met no receive.
-pub const REFUSED: &str = "refused-";
 
 /// A device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -15,7 +15,7 @@ use yunta_comm::verbs::sys::{
     IBV_WC_WR_FLUSH_ERR, ibv_wc,
 };
 
-use crate::{BROKEN, CUT, Config, REFUSED};
+use crate::{BROKEN, CUT, Config};
 
 /// How long a thread waits before it looks whether it is to end.
 const TICK: Duration = Duration::from_millis(20);
@@ -345,10 +345,7 @@ impl Shared {
             let waited = self.changed.wait_timeout(state, TICK);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        let Some(receive) = state.receives.pop_front() else {
-            let _ = fs::write(self.folder.join(format!("{REFUSED}{:06x}", self.number)), b"");
-            return;
-        };
+        let Some(receive) = state.receives.pop_front() else { return };
         let fits = frame.len() <= receive.length;
         if fits {
             // SAFETY: whoever posted the receive keeps its memory until it completes or the queue
