@@ -62,7 +62,7 @@ pub use link::{Interest, Link, Socket, StreamLink, Transport, Wait};
 pub use measure::{Collective, Pair, Sample, check_pairs, measure};
 pub use outbox::Outbox;
 pub use reliable::{FramePort, Mended, ReliableLink};
-pub use rendezvous::{LinkConfig, MeshConfig, connect, token};
+pub use rendezvous::{LinkConfig, MeshConfig, connect, meet, token};
 #[cfg(target_os = "linux")]
 pub use shm::ShmLink;
 pub use topology::Topology;

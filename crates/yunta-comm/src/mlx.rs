@@ -2,9 +2,12 @@
 //! (`mlx/distributed/ring/ring.cpp`, `mlx/distributed/jaccl`, `python/mlx/_distributed_utils/launch.py`).
 
 use std::collections::HashMap;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 
 use serde_json::Value;
+
+use crate::{CommError, Group, MeshConfig, connect, meet};
 
 /// The first port of a rank that `mlx.launch` gives none.
 const STARTING_PORT: u16 = 32323;
@@ -81,13 +84,67 @@ impl Environment {
             found.coordinator = Some(resolve(&address).map_err(|e| bad(&name, e))?);
         }
         found.prefers_ring = either("RING").is_some();
-        let size = found.addresses.as_ref().map(Vec::len);
-        let size = size.or(found.devices.as_ref().map(Devices::size));
-        match size {
+        match found.size() {
             Some(n) if rank >= n => Err(bad(&name, format!("there is no rank {rank} among {n}"))),
             _ => Ok(Some(found)),
         }
     }
+
+    /// Ranks that were started, if a file says so.
+    pub fn size(&self) -> Option<usize> {
+        let addresses = self.addresses.as_ref().map(Vec::len);
+        addresses.or(self.devices.as_ref().map(Devices::size))
+    }
+
+    /// Joins the ranks that were started with this one. Rank and addresses of `config` are replaced;
+    /// its RDMA devices are, if a device file names some.
+    ///
+    /// # Errors
+    /// [`CommError::Rendezvous`], also if the environment does not say where the others are.
+    pub fn connect(&self, mut config: MeshConfig) -> Result<Group, CommError> {
+        let rank = self.rank;
+        let failed = |reason: String| CommError::Rendezvous { rank, reason };
+        let listen = |address: SocketAddr| {
+            let bound = TcpListener::bind(address);
+            bound.map_err(|e| failed(format!("can't listen at {address}: {e}")))
+        };
+        config.rank = rank;
+        if let Some(addresses) = &self.addresses {
+            let own = addresses.get(rank).map_or(&[][..], Vec::as_slice);
+            let listeners = own.iter().map(|a| listen(*a)).collect::<Result<_, _>>()?;
+            config.addresses.clone_from(addresses);
+            return connect(config, listeners);
+        }
+        let (Some(devices), Some(coordinator)) = (&self.devices, self.coordinator) else {
+            return Err(failed(
+                "the other ranks are not known: neither MLX_HOSTFILE is set, nor MLX_IBV_DEVICES \
+                 and MLX_JACCL_COORDINATOR"
+                    .to_owned(),
+            ));
+        };
+        let meeting = if rank == 0 { Some(listen(coordinator)?) } else { None };
+        let own = facing(coordinator).map_err(|e| failed(format!("{coordinator}: {e}")))?;
+        let listener = listen(own)?;
+        let own = listener.local_addr().map_err(|e| failed(e.to_string()))?;
+        config.addresses = vec![Vec::new(); devices.size()];
+        let all = meet(config.clone(), coordinator, meeting, own)?;
+        config.addresses = all.into_iter().map(|address| vec![address]).collect();
+        let row = (0..devices.size()).map(|peer| devices.between(rank, peer).to_vec());
+        config.links.verbs.devices = row.collect();
+        connect(config, vec![listener])
+    }
+}
+
+/// This host's address on the way to another, with any port.
+fn facing(other: SocketAddr) -> io::Result<SocketAddr> {
+    let any = match other {
+        SocketAddr::V4(_) => SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0),
+        SocketAddr::V6(_) => SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0),
+    };
+    let probe = UdpSocket::bind(any)?;
+    // Sends nothing: the system picks the route.
+    probe.connect(other)?;
+    Ok(SocketAddr::new(probe.local_addr()?.ip(), 0))
 }
 
 /// Reads a hostfile: a rank's `["ip:port", ..]` per row, as ranks get it, or the launcher's own, a

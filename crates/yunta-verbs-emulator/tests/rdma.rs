@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+use yunta_comm::mlx::{Devices, Environment};
 use yunta_comm::verbs::{QueueKind, VerbsConfig};
 use yunta_comm::{
     CommError, Group, GroupConfig, LinkConfig, MeshConfig, ReduceOp, Transport, connect,
@@ -18,21 +19,21 @@ use yunta_verbs_emulator::{BROKEN, CUT, Config, Device, FOLDER, library};
 /// The environment names one folder: tests of one process take turns.
 static TURN: Mutex<()> = Mutex::new(());
 
-struct Devices {
+struct Folder {
     folder: TempDir,
     _turn: MutexGuard<'static, ()>,
 }
 
-fn devices(config: &Config) -> Devices {
+fn devices(config: &Config) -> Folder {
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     config.save(folder.path()).unwrap();
     // SAFETY: the turn is ours: no other test of this process reads or writes the environment.
     unsafe { std::env::set_var(FOLDER, folder.path()) };
-    Devices { folder, _turn: turn }
+    Folder { folder, _turn: turn }
 }
 
-impl Devices {
+impl Folder {
     fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -231,7 +232,7 @@ fn groups_can_be_formed_again_and_again() {
 }
 
 /// Ranks 0 and 1 of 3, in an operation that rank 2 has no part in any more.
-fn survivors(devices: &Devices, fault: impl Fn(&Path) + Clone + Send + 'static) -> Vec<CommError> {
+fn survivors(devices: &Folder, fault: impl Fn(&Path) + Clone + Send + 'static) -> Vec<CommError> {
     let groups = join(3, 1, BOUND, |_| rdma(QueueKind::Unreliable));
     let folder = devices.path().to_owned();
     let outcomes = on_all(groups, move |mut group| {
@@ -364,6 +365,49 @@ fn without_a_library_or_a_wish_ranks_are_linked_otherwise() {
     });
     on_all(groups, |group| {
         assert_eq!(group.topology().link(0, 1), Some(Transport::Shm));
+        reduce_many(group);
+    });
+}
+
+/// Three ranks in a row: the ends have no cable to each other.
+const ROW: &str = r#"[[null, "en2", null], ["en4", null, "en3"], [null, "en5", null]]"#;
+
+#[test]
+fn ranks_that_know_a_device_file_and_a_coordinator_find_each_other() {
+    let mut config = cabled();
+    config.cables[1] = ("en3".to_owned(), "en5".to_owned());
+    let _devices = devices(&config);
+    let coordinator = {
+        // A port that was free a moment ago.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap()
+    };
+    let threads: Vec<_> = (0..3)
+        .map(|rank| {
+            let environment = Environment {
+                rank,
+                devices: Some(Devices::parse(ROW).unwrap()),
+                coordinator: Some(coordinator),
+                ..Environment::default()
+            };
+            std::thread::spawn(move || {
+                let links = LinkConfig { transport: None, ..rdma(QueueKind::Unreliable) };
+                let timeout = Duration::from_secs(20);
+                environment.connect(MeshConfig {
+                    links,
+                    join_timeout: timeout,
+                    group: GroupConfig { timeout, ..GroupConfig::default() },
+                    ..MeshConfig::new(0, Vec::new(), [4; 32])
+                })
+            })
+        })
+        .collect();
+    let groups = threads.into_iter().map(|t| t.join().unwrap()).collect();
+    on_all(groups, |group| {
+        let link = |a, b| group.topology().link(a, b);
+        assert_eq!(link(0, 1), Some(Transport::Verbs));
+        assert_eq!(link(1, 2), Some(Transport::Verbs));
+        assert_eq!(link(0, 2), Some(Transport::Shm), "no cable: linked otherwise");
         reduce_many(group);
     });
 }

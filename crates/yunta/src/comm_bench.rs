@@ -96,75 +96,58 @@ pub(crate) fn run(args: CommBenchArgs) -> Result<ExitCode> {
     if let Some(rank) = args.local_rank {
         return child(rank, &args);
     }
-    let environment = Environment::read()?;
     if let Some(hosts) = &args.hosts {
         let resolve = |host: &String| -> Result<Vec<SocketAddr>> {
             let found = host.to_socket_addrs().with_context(|| format!("host {host:?}"))?.next();
             Ok(vec![found.ok_or_else(|| anyhow!("host {host:?} has no address"))?])
         };
         let addresses = hosts.iter().map(resolve).collect::<Result<_>>()?;
-        return one_of_many(args.rank.unwrap_or_default(), addresses, &args);
+        let rank = args.rank.unwrap_or_default();
+        let given = Environment { rank, addresses: Some(addresses), ..Environment::default() };
+        return one_of_many(&given, &args);
     }
-    match environment {
-        Some(Environment { rank, addresses: Some(addresses), .. }) => {
-            one_of_many(rank, addresses, &args)
-        }
-        Some(_) => bail!("MLX_RANK is set, but no MLX_HOSTFILE: start with the ring backend"),
+    match Environment::read()? {
+        Some(environment) => one_of_many(&environment, &args),
         None => all_here(&args),
     }
 }
 
 /// One rank among machines; rank 0 reports.
-fn one_of_many(
-    rank: usize,
-    addresses: Vec<Vec<SocketAddr>>,
-    args: &CommBenchArgs,
-) -> Result<ExitCode> {
-    let own = addresses.get(rank).with_context(|| format!("there is no rank {rank}"))?;
-    let bind =
-        |a: &SocketAddr| TcpListener::bind(a).with_context(|| format!("can't listen at {a}"));
-    let listeners = own.iter().map(bind).collect::<Result<Vec<_>>>()?;
+fn one_of_many(environment: &Environment, args: &CommBenchArgs) -> Result<ExitCode> {
+    let (rank, size) = (environment.rank, environment.size().unwrap_or_default());
     let token = match &args.token {
         Some(secret) => token(secret),
         None => {
             if rank == 0 {
                 eprintln!("yunta: no --token: whoever reaches these ports can take part");
             }
-            token(&format!("{addresses:?}"))
+            token(&format!("{:?} {:?}", environment.addresses, environment.coordinator))
         }
     };
-    let size = addresses.len();
     let mut report = Report::new(size, args);
     let mut tell = |said: Said| if rank == 0 { report.take(said) } else { Ok(()) };
-    let group = join(rank, addresses, listeners, token, args)?;
-    bench(group, args, &mut tell)?;
+    let mut config = mesh(MeshConfig::new(rank, Vec::new(), token), size, args);
+    if environment.prefers_ring {
+        config.group.algorithm = config.group.algorithm.or(Some(Algorithm::Line));
+    }
+    bench(environment.connect(config)?, args, &mut tell)?;
     if rank == 0 {
         return report.end();
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn join(
-    rank: usize,
-    addresses: Vec<Vec<SocketAddr>>,
-    listeners: Vec<TcpListener>,
-    token: [u8; 32],
-    args: &CommBenchArgs,
-) -> Result<Group> {
-    let spin = GroupConfig::spin_for(addresses.len());
+/// How a world of so many ranks comes together.
+fn mesh(base: MeshConfig, size: usize, args: &CommBenchArgs) -> MeshConfig {
     let timeout = Duration::from_secs(args.timeout.max(1));
-    let config = MeshConfig {
+    let spin = args.spin.map_or(GroupConfig::spin_for(size), Duration::from_micros);
+    let algorithm = args.algorithm;
+    MeshConfig {
         links: args.links.config(),
         join_timeout: timeout,
-        group: GroupConfig {
-            timeout,
-            spin: args.spin.map_or(spin, Duration::from_micros),
-            algorithm: args.algorithm,
-            ..GroupConfig::default()
-        },
-        ..MeshConfig::new(rank, addresses, token)
-    };
-    Ok(connect(config, listeners)?)
+        group: GroupConfig { timeout, spin, algorithm, ..GroupConfig::default() },
+        ..base
+    }
 }
 
 /// Measures, on all ranks alike, and tells.
@@ -228,7 +211,10 @@ fn child(rank: usize, args: &CommBenchArgs) -> Result<ExitCode> {
         std::process::exit(0);
     });
     let mut speak = |said: Said| if rank == 0 { tell(said) } else { Ok(()) };
-    let outcome = join(rank, addresses, vec![listener], token, args)
+    let size = addresses.len();
+    let config = mesh(MeshConfig::new(rank, addresses, token), size, args);
+    let outcome = connect(config, vec![listener])
+        .map_err(anyhow::Error::from)
         .and_then(|group| bench(group, args, &mut speak));
     if let Err(e) = outcome {
         tell(Said::Failed(e.to_string()))?;

@@ -113,7 +113,8 @@ impl Handshake<'_> {
         let (to, lane) = (usize::from(to), usize::from(lane));
         let pair = Pair { from, to, lane, hello, nonce: random()? };
         let has_rdma = has_rdma != 0 && self.has_rdma(&stream, from, lane);
-        let choice = self.choose(wanted, host == self.host, has_rdma);
+        let is_near = host == self.host && !self.is_named(from, lane);
+        let choice = self.choose(wanted, is_near, has_rdma);
         let verdict = if version != VERSION {
             Verdict::Version
         } else if size != c.addresses.len() {
@@ -142,6 +143,12 @@ impl Handshake<'_> {
         Ok((from, self.offer(stream, &pair, choice)?))
     }
 
+    /// Whether an RDMA device was named for a cable to a peer: then it is to be used.
+    pub(super) fn is_named(&self, peer: usize, lane: usize) -> bool {
+        let names = self.config.links.verbs.devices.get(peer);
+        names.is_some_and(|names| lane < names.len())
+    }
+
     /// Whether an RDMA device is known to lead where this connection leads.
     fn has_rdma(&self, stream: &TcpStream, peer: usize, lane: usize) -> bool {
         let local = stream.local_addr().map(|a| a.ip());
@@ -149,8 +156,8 @@ impl Handshake<'_> {
     }
 
     /// What links this rank with one that wants `wanted` (0: whatever is fastest).
-    fn choose(&self, wanted: u8, is_same_host: bool, has_rdma: bool) -> Option<Transport> {
-        let can_share = is_same_host && cfg!(target_os = "linux");
+    fn choose(&self, wanted: u8, is_near: bool, has_rdma: bool) -> Option<Transport> {
+        let can_share = is_near && cfg!(target_os = "linux");
         let is_possible = |t: &Transport| match t {
             Transport::Shm => can_share,
             Transport::Verbs => has_rdma,

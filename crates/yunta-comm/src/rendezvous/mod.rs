@@ -10,7 +10,8 @@ mod handshake;
 mod rdma;
 
 use std::collections::BTreeMap;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -134,32 +135,93 @@ struct Local {
 pub fn connect(config: MeshConfig, listeners: Vec<TcpListener>) -> Result<Group, CommError> {
     let (rank, size) = (config.rank, config.addresses.len());
     let failed = |reason: String| CommError::Rendezvous { rank, reason };
-    if rank >= size || size > usize::from(u16::MAX) {
-        return Err(failed(format!("there is no rank {rank} among {size}")));
-    }
     if config.links.transport == Some(Transport::Emulated) {
         return Err(failed("emulated links are within one process: see Fabric".to_owned()));
     }
     let deadline = Instant::now() + config.join_timeout;
     let group = config.group;
-    let verbs = verbs(&config).map_err(|e| failed(e.to_string()))?;
+    let links = link(config, listeners, rank + 1..size, 0..rank, deadline).map_err(failed)?;
+    compare(rank, links, &group, deadline)
+}
+
+/// Where all ranks listen, in rank order, if all know nothing but where rank 0 can be reached: at
+/// `coordinator`, for which rank 0 has the listener. `own` is where this rank listens. The
+/// configuration's addresses count only in number.
+///
+/// # Errors
+/// As [`connect`].
+pub fn meet(
+    mut config: MeshConfig,
+    coordinator: SocketAddr,
+    listener: Option<TcpListener>,
+    own: SocketAddr,
+) -> Result<Vec<SocketAddr>, CommError> {
+    let (rank, size) = (config.rank, config.addresses.len());
+    let failed = |reason: String| CommError::Rendezvous { rank, reason };
+    config.addresses = vec![vec![coordinator]; size];
+    config.links = LinkConfig { transport: Some(Transport::Tcp), ..LinkConfig::default() };
+    let deadline = Instant::now() + config.join_timeout;
+    let group = GroupConfig { timeout: config.join_timeout, algorithm: None, ..config.group };
+    let (accepted, dialed) = if rank == 0 { (1..size, 0..0) } else { (0..0, 0..1) };
+    let listeners = listener.into_iter().collect();
+    let links = link(config, listeners, accepted, dialed, deadline).map_err(failed)?;
+    let star = |a: usize, b: usize| (a != b && a.min(b) == 0).then_some(Transport::Tcp);
+    let rows = (0..size).map(|a| (0..size).map(|b| star(a, b)).collect());
+    let mut group = Group::with_topology(rank, links, Topology::new(rows.collect()), &group);
+    let mut all = vec![0; size * ADDRESS];
+    group.all_gather(&encode(own), &vec![ADDRESS; size], &mut all)?;
+    Ok(all.as_chunks().0.iter().map(decode).collect())
+}
+
+/// Bytes of an address: IPv6, or IPv4 mapped into it, and the port.
+const ADDRESS: usize = 18;
+
+fn encode(address: SocketAddr) -> [u8; ADDRESS] {
+    let ip = match address.ip() {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+        IpAddr::V6(v6) => v6,
+    };
+    let mut out = [0; ADDRESS];
+    let bytes = ip.octets().into_iter().chain(address.port().to_le_bytes());
+    out.iter_mut().zip(bytes).for_each(|(to, from)| *to = from);
+    out
+}
+
+fn decode(bytes: &[u8; ADDRESS]) -> SocketAddr {
+    let ip = bytes.first_chunk::<16>().copied().unwrap_or_default();
+    let port = bytes.last_chunk().copied().unwrap_or_default();
+    SocketAddr::new(Ipv6Addr::from(ip).to_canonical(), u16::from_le_bytes(port))
+}
+
+/// Links to the ranks that are accepted and dialed, each at its rank.
+fn link(
+    config: MeshConfig,
+    listeners: Vec<TcpListener>,
+    accept: Range<usize>,
+    dial: Range<usize>,
+    deadline: Instant,
+) -> Result<Vec<Option<Box<dyn Link>>>, String> {
+    let (rank, size) = (config.rank, config.addresses.len());
+    if rank >= size || size > usize::from(u16::MAX) {
+        return Err(format!("there is no rank {rank} among {size}"));
+    }
+    let verbs = verbs(&config).map_err(|e| e.to_string())?;
     let local = Local { config: Arc::new(config), host: handshake::host(), verbs };
     let accepting = local.clone();
     let accepted = std::thread::Builder::new()
         .name("rendezvous".to_owned())
-        .spawn(move || accept_all(&accepting, &listeners, deadline))
-        .map_err(|e| failed(e.to_string()))?;
+        .spawn(move || accept_all(&accepting, &listeners, accept, deadline))
+        .map_err(|e| e.to_string())?;
     let dialed: Result<Links, String> =
-        (0..rank).map(|peer| Ok((peer, local.dial(peer, deadline)?))).collect();
-    let accepted =
-        accepted.join().map_err(|_| failed("the accepting thread panicked".to_owned()))?;
+        dial.map(|peer| Ok((peer, local.dial(peer, deadline)?))).collect();
+    let accepted = accepted.join().map_err(|_| "the accepting thread panicked".to_owned())?;
     let mut links: Vec<Option<Box<dyn Link>>> = (0..size).map(|_| None).collect();
-    for (peer, link) in dialed.map_err(failed)?.into_iter().chain(accepted.map_err(failed)?) {
+    for (peer, link) in dialed?.into_iter().chain(accepted?) {
         if let Some(slot) = links.get_mut(peer) {
             *slot = Some(link);
         }
     }
-    compare(rank, links, &group, deadline)
+    Ok(links)
 }
 
 /// The RDMA devices of this host, if they are to be used.
@@ -176,7 +238,9 @@ fn verbs(config: &MeshConfig) -> Result<Option<Verbs>, VerbsError> {
     match found {
         Ok(verbs) => Ok(Some(verbs)),
         // Nobody asked for them.
-        Err(_) if config.links.transport.is_none() => Ok(None),
+        Err(_) if config.links.transport.is_none() && config.links.verbs.devices.is_empty() => {
+            Ok(None)
+        }
         Err(e) => Err(e),
     }
 }
@@ -245,15 +309,14 @@ fn over(mut lanes: Vec<Box<dyn Link>>) -> Option<Box<dyn Link>> {
     }
 }
 
-/// Accepts the ranks above this one, whatever else knocks.
+/// Accepts some of the ranks above this one, whatever else knocks.
 fn accept_all(
     local: &Local,
     listeners: &[TcpListener],
+    ranks: Range<usize>,
     deadline: Instant,
 ) -> Result<Links, String> {
-    let rank = local.config.rank;
-    let mut peers: Vec<Arrivals> =
-        (rank + 1..local.config.addresses.len()).map(|_| Arrivals::default()).collect();
+    let mut peers: Vec<Arrivals> = ranks.clone().map(|_| Arrivals::default()).collect();
     for listener in listeners {
         listener.set_nonblocking(true).map_err(|e| e.to_string())?;
     }
@@ -272,14 +335,16 @@ fn accept_all(
         match arrivals.recv_timeout(RETRY) {
             Ok((peer, joined)) => {
                 let joined = joined.map_err(|e| format!("rank {peer}: {e}"))?;
-                if let Some(arrivals) = peers.get_mut(peer - rank - 1) {
+                if let Some(arrivals) =
+                    peer.checked_sub(ranks.start).and_then(|at| peers.get_mut(at))
+                {
                     arrivals.add(joined, local.config.lanes(peer), local.config.cables(peer));
                 }
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
         }
     }
-    let links = peers.into_iter().zip(rank + 1..);
+    let links = peers.into_iter().zip(ranks);
     Ok(links.filter_map(|(arrivals, peer)| Some((peer, arrivals.link?))).collect())
 }
 

@@ -85,7 +85,8 @@ impl Handshake<'_> {
         peer: usize,
         side: Side,
     ) -> io::Result<Result<Joined, String>> {
-        let is_needed = self.config.links.transport == Some(Transport::Verbs);
+        let is_needed =
+            self.config.links.transport == Some(Transport::Verbs) || self.is_named(peer, pair.lane);
         let local = stream.local_addr()?.ip();
         let opened = match self.verbs {
             Some(verbs) => verbs.open(peer, pair.lane, local).map_err(|e| e.to_string()),

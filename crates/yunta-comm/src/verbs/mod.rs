@@ -61,8 +61,8 @@ impl QueueKind {
 pub struct VerbsConfig {
     /// The verbs library, if it is not where the system looks.
     pub library: Option<PathBuf>,
-    /// Per peer the names of this rank's devices that lead there, one per cable; else they are found
-    /// by the address that leads to the peer.
+    /// Per peer the names of this rank's devices that lead there, one per cable (none: the peer is
+    /// reached otherwise); if empty, they are found by the address that leads to the peer.
     pub devices: Vec<Vec<String>>,
     /// The same on all ranks.
     pub kind: QueueKind,
