@@ -46,6 +46,7 @@ mod rendezvous;
 #[cfg(target_os = "linux")]
 mod shm;
 mod striped;
+mod tls;
 mod topology;
 mod tuning;
 pub mod verbs;

@@ -17,9 +17,21 @@ struct Wish {
 }
 
 fn join(size: usize, wish: Wish) -> Vec<Result<Group, CommError>> {
+    join_over(size, wish.addresses, |rank| LinkConfig {
+        connections: wish.connections,
+        transport: (wish.transport)(rank),
+        ..LinkConfig::default()
+    })
+}
+
+fn join_over(
+    size: usize,
+    addresses: usize,
+    links: impl Fn(usize) -> LinkConfig,
+) -> Vec<Result<Group, CommError>> {
     let bind = |_| TcpListener::bind("127.0.0.1:0").unwrap();
     let listeners: Vec<Vec<TcpListener>> =
-        (0..size).map(|_| (0..wish.addresses).map(bind).collect()).collect();
+        (0..size).map(|_| (0..addresses).map(bind).collect()).collect();
     let of = |l: &Vec<TcpListener>| l.iter().map(|l| l.local_addr().unwrap()).collect();
     let addresses: Vec<Vec<_>> = listeners.iter().map(of).collect();
     let timeout = Duration::from_secs(10);
@@ -28,11 +40,7 @@ fn join(size: usize, wish: Wish) -> Vec<Result<Group, CommError>> {
         .enumerate()
         .map(|(rank, listeners)| {
             let config = MeshConfig {
-                links: LinkConfig {
-                    connections: wish.connections,
-                    transport: (wish.transport)(rank),
-                    ..LinkConfig::default()
-                },
+                links: links(rank),
                 join_timeout: Duration::from_secs(3),
                 group: GroupConfig { timeout, ..GroupConfig::default() },
                 ..MeshConfig::new(rank, addresses.clone(), [1; 32])
@@ -41,6 +49,57 @@ fn join(size: usize, wish: Wish) -> Vec<Result<Group, CommError>> {
         })
         .collect();
     threads.into_iter().map(|t| t.join().unwrap()).collect()
+}
+
+#[test]
+fn encrypted_connections_carry_the_same() {
+    for connections in [1, 3] {
+        let links = |_: usize| LinkConfig {
+            transport: Some(Transport::Tcp),
+            connections,
+            is_encrypted: true,
+            ..LinkConfig::default()
+        };
+        let groups = join_over(3, 1, links);
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|group| {
+                let group = group.unwrap();
+                let link = group.link_name(usize::from(group.rank() == 0)).unwrap();
+                assert!(link.starts_with("tls 127.0.0.1"), "{link}");
+                std::thread::spawn(move || reduce(group, 700_001))
+            })
+            .collect();
+        for thread in threads {
+            let sums = thread.join().unwrap();
+            let expected = |i: usize| (0..3).map(|r| ((i + r) % 11) as f32).sum::<f32>();
+            assert!(sums.iter().enumerate().all(|(i, v)| *v == expected(i)), "{connections}");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_do_not_all_encrypt_are_told() {
+    let links = |rank: usize| LinkConfig {
+        transport: Some(Transport::Tcp),
+        is_encrypted: rank == 1,
+        ..LinkConfig::default()
+    };
+    let errors: Vec<String> = join_over(2, 1, links)
+        .into_iter()
+        .map(|g| g.map(|_| ()).unwrap_err().to_string())
+        .collect();
+    assert!(errors[1].contains("only one of the two encrypts"), "{errors:?}");
+    // RDMA can't be.
+    let links = |_: usize| LinkConfig {
+        transport: Some(Transport::Verbs),
+        is_encrypted: true,
+        ..LinkConfig::default()
+    };
+    for group in join_over(2, 1, links) {
+        let e = group.map(|_| ()).unwrap_err().to_string();
+        assert!(e.contains("RDMA can't be encrypted"), "{e}");
+    }
 }
 
 fn reduce(mut group: Group, len: usize) -> Vec<f32> {

@@ -105,6 +105,9 @@ pub(crate) struct LinkArgs {
     /// Connections per pair over TCP
     #[arg(long, default_value_t = 1, value_name = "N")]
     connections: usize,
+    /// Encrypt what goes over TCP between ranks (TLS 1.3); RDMA, which can't be, is not used then
+    #[arg(long)]
+    encrypt: bool,
     /// Queue pairs of RDMA: rc or uc [default: uc on macOS, else rc]
     #[arg(long, value_name = "KIND")]
     rdma_kind: Option<QueueKind>,
@@ -119,6 +122,7 @@ impl LinkArgs {
         LinkConfig {
             transport: self.transport,
             connections: self.connections.max(1),
+            is_encrypted: self.encrypt,
             verbs: VerbsConfig {
                 library: self.rdma_library.clone(),
                 kind: self.rdma_kind.unwrap_or(verbs.kind),

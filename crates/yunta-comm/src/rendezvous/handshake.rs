@@ -2,12 +2,13 @@
 //!
 //! 1. Hello of the client (120 bytes, little-endian): magic (8), version, world size, from, to (2
 //!    each), epoch (8), configuration digest (32), nonce (32), host (16), wanted transport, lane,
-//!    lanes, whether an RDMA device leads to the peer (1 each), zero (12).
+//!    lanes, whether an RDMA device leads to the peer, whether it is to be encrypted (1 each), zero
+//!    (11).
 //! 2. Answer: verdict (1), nonce (32), proof (32).
 //! 3. The client's proof (32).
 //! 4. The server's choice: transport (1), name of shared memory (16), proof (32).
 //! 5. The client's word: the transport that it has taken up (1). Over RDMA both speak instead (see
-//!    `rdma`).
+//!    `rdma`). An encrypted connection goes on within TLS, with a proof of each end.
 //!
 //! Proofs are HMAC-SHA256 with the token over the side, the hello, the server's nonce and, in the
 //! choice's, the choice.
@@ -20,7 +21,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
 use super::MeshConfig;
-use super::rdma::Side;
+use crate::tls::Channel;
 use crate::verbs::Verbs;
 use crate::{Link, StreamLink, Transport};
 
@@ -44,6 +45,7 @@ enum Verdict {
     Rank = 5,
     Transport = 6,
     Lanes = 7,
+    Encryption = 8,
 }
 
 fn reason(verdict: u8) -> &'static str {
@@ -56,6 +58,7 @@ fn reason(verdict: u8) -> &'static str {
         5 => "the ranks are not as it expects",
         6 => "the transport that is wanted can't link these two hosts, or it wants another",
         7 => "the numbers of connections differ",
+        8 => "only one of the two encrypts",
         _ => "it answers nonsense",
     }
 }
@@ -66,6 +69,31 @@ pub(super) enum Joined {
     Lane(usize, Box<dyn Link>),
     /// The whole link.
     Whole(Box<dyn Link>),
+}
+
+/// Who connected to whom.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+impl Side {
+    /// What a proof is of.
+    pub(super) fn label(self, what: &str) -> Vec<u8> {
+        let whose = match self {
+            Self::Client => "client",
+            Self::Server => "server",
+        };
+        format!("{whose}'s {what}").into_bytes()
+    }
+
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::Client => Self::Server,
+            Self::Server => Self::Client,
+        }
+    }
 }
 
 /// How a pair is to be linked.
@@ -106,7 +134,7 @@ impl Handshake<'_> {
         let digest: [u8; 32] = fields.take();
         let _: [u8; 32] = fields.take();
         let host: [u8; 16] = fields.take();
-        let [wanted, lane, lanes, has_rdma] = fields.take();
+        let [wanted, lane, lanes, has_rdma, is_encrypted] = fields.take();
         let c = self.config;
         let from = usize::from(from);
         let (size, lanes) = (usize::from(size), usize::from(lanes));
@@ -129,6 +157,8 @@ impl Handshake<'_> {
             Verdict::Transport
         } else if lanes != c.lanes(from) || lane >= lanes {
             Verdict::Lanes
+        } else if (is_encrypted != 0) != c.links.is_encrypted {
+            Verdict::Encryption
         } else {
             Verdict::Welcome
         };
@@ -202,7 +232,7 @@ impl Handshake<'_> {
             return self.over_rdma(stream, pair, pair.from, Side::Server);
         }
         receive_byte(&stream)?;
-        lane(pair, stream).map(Ok)
+        self.lane(pair, stream, Side::Server).map(Ok)
     }
 
     fn send_choice(
@@ -240,7 +270,13 @@ impl Handshake<'_> {
             &c.config_digest,
             &random::<32>()?,
             &self.host,
-            &[c.links.transport.map_or(0, |t| t as u8), byte(lane), byte(lanes), has_rdma.into()],
+            &[
+                c.links.transport.map_or(0, |t| t as u8),
+                byte(lane),
+                byte(lanes),
+                has_rdma.into(),
+                c.links.is_encrypted.into(),
+            ],
         ];
         let mut hello = [0; HELLO];
         let text = fields.concat();
@@ -283,7 +319,23 @@ impl Handshake<'_> {
             return self.over_rdma(stream, pair, pair.to, Side::Client);
         }
         stream.write_all(&[code])?;
-        lane(pair, stream).map(Ok)
+        self.lane(pair, stream, Side::Client).map(Ok)
+    }
+
+    /// The connection itself as a link, encrypted if it is to be.
+    pub(super) fn lane(&self, pair: &Pair, stream: TcpStream, side: Side) -> io::Result<Joined> {
+        let link: Box<dyn Link> = if self.config.links.is_encrypted {
+            let mut channel = Channel::new(stream, side == Side::Server)?;
+            let secret = channel.secret()?;
+            let proof = self.proof(&side.label("channel"), pair, &secret)?;
+            let theirs = channel.exchange(&proof)?;
+            self.verify(&side.other().label("channel"), pair, &secret, &theirs)?;
+            Box::new(channel.into_link()?)
+        } else {
+            clear_timeouts(&stream)?;
+            Box::new(StreamLink::tcp(stream)?)
+        };
+        Ok(Joined::Lane(pair.lane, link))
     }
 
     fn mac(&self, side: &[u8], pair: &Pair, more: &[u8]) -> io::Result<Hmac<Sha256>> {
@@ -332,12 +384,6 @@ pub(super) fn host() -> [u8; 16] {
 
 fn stranger() -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, "no rank of this mesh")
-}
-
-/// A connection as it is.
-pub(super) fn lane(pair: &Pair, stream: TcpStream) -> io::Result<Joined> {
-    clear_timeouts(&stream)?;
-    Ok(Joined::Lane(pair.lane, Box::new(StreamLink::tcp(stream)?)))
 }
 
 pub(super) fn receive_byte(mut stream: &TcpStream) -> io::Result<u8> {

@@ -40,13 +40,16 @@ pub struct LinkConfig {
     /// Connections per pair over TCP, over which large messages are striped; at least one per
     /// address of the rank that is connected to.
     pub connections: usize,
+    /// Whether connections over TCP are encrypted. Then RDMA, which can't be, is not used; what
+    /// processes of one host share stays as it is.
+    pub is_encrypted: bool,
     /// How RDMA devices are used.
     pub verbs: VerbsConfig,
 }
 
 impl Default for LinkConfig {
     fn default() -> Self {
-        Self { transport: None, connections: 1, verbs: VerbsConfig::default() }
+        Self { transport: None, connections: 1, is_encrypted: false, verbs: VerbsConfig::default() }
     }
 }
 
@@ -159,7 +162,9 @@ pub fn meet(
     let (rank, size) = (config.rank, config.addresses.len());
     let failed = |reason: String| CommError::Rendezvous { rank, reason };
     config.addresses = vec![vec![coordinator]; size];
-    config.links = LinkConfig { transport: Some(Transport::Tcp), ..LinkConfig::default() };
+    let is_encrypted = config.links.is_encrypted;
+    let transport = Some(Transport::Tcp);
+    config.links = LinkConfig { transport, is_encrypted, ..LinkConfig::default() };
     let deadline = Instant::now() + config.join_timeout;
     let group = GroupConfig { timeout: config.join_timeout, algorithm: None, ..config.group };
     let (accepted, dialed) = if rank == 0 { (1..size, 0..0) } else { (0..0, 0..1) };
@@ -228,6 +233,11 @@ fn link(
 fn verbs(config: &MeshConfig) -> Result<Option<Verbs>, VerbsError> {
     if config.links.transport.is_some_and(|t| t != Transport::Verbs) || config.addresses.len() < 2 {
         return Ok(None);
+    }
+    if config.links.is_encrypted {
+        let asked = config.links.transport.is_some() || !config.links.verbs.devices.is_empty();
+        let error = VerbsError::Settings("RDMA can't be encrypted: choose one of the two");
+        return if asked { Err(error) } else { Ok(None) };
     }
     let (needed, budget) = (config.queue_pairs(), config.links.verbs.queue_pairs_max);
     let found = if needed > budget {

@@ -9,36 +9,13 @@
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
-use super::handshake::{Handshake, Joined, Pair, clear_timeouts, lane, receive_byte};
+use super::handshake::{Handshake, Joined, Pair, Side, clear_timeouts, receive_byte};
 use crate::verbs::{DESTINATION, Destination, Unconnected, VerbsPort};
 use crate::{ReliableLink, StreamLink, Transport};
 
 const HEAD: usize = 8;
 const REASON: usize = 80;
 const RECORD: usize = HEAD + DESTINATION + REASON;
-
-/// Who connected to whom.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    Client,
-    Server,
-}
-
-impl Side {
-    fn label(self) -> &'static [u8] {
-        match self {
-            Self::Client => b"client's queue pair",
-            Self::Server => b"server's queue pair",
-        }
-    }
-
-    fn other(self) -> Self {
-        match self {
-            Self::Client => Self::Server,
-            Self::Server => Self::Client,
-        }
-    }
-}
 
 /// What a side says of its queue pair.
 struct Record {
@@ -94,12 +71,12 @@ impl Handshake<'_> {
         };
         let destination = opened.as_ref().map(|o| o.1).map_err(Clone::clone);
         let own = Record { destination, is_needed }.encode();
-        let proof = self.proof(side.label(), pair, &own)?;
+        let proof = self.proof(&side.label("queue pair"), pair, &own)?;
         stream.write_all(&[&own[..], &proof].concat())?;
         let (mut theirs, mut proof) = ([0; RECORD], [0; 32]);
         stream.read_exact(&mut theirs)?;
         stream.read_exact(&mut proof)?;
-        self.verify(side.other().label(), pair, &theirs, &proof)?;
+        self.verify(&side.other().label("queue pair"), pair, &theirs, &proof)?;
         let theirs = Record::decode(&theirs);
         let is_needed = is_needed || theirs.is_needed;
         let connected = connect(opened.map(|o| o.0), theirs.destination);
@@ -114,7 +91,7 @@ impl Handshake<'_> {
             }
             Err(reason) if is_needed => Ok(Err(reason)),
             Ok(_) if is_needed => Ok(Err("it could not connect its queue pair".to_owned())),
-            _ => lane(pair, stream).map(Ok),
+            _ => self.lane(pair, stream, side).map(Ok),
         }
     }
 }
