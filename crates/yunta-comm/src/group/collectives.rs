@@ -170,15 +170,14 @@ impl Group {
         self.run(operation, |running| broadcast_message(running, data, most, root))
     }
 
-    /// Sends data to a member, which must [`Group::recv`] as much of it. All other members of the
-    /// group must take part in as many transfers, or use a group of two.
+    /// Sends data to a member, which must [`Group::recv`] as much of it.
     ///
     /// # Errors
     /// As [`Group::all_reduce`]; [`CommError::Arguments`] if there is no link to the member.
     pub fn send<T: Element>(&mut self, data: &[T], to: usize) -> Result<(), CommError> {
         self.check_peer(to)?;
         let data: &[u8] = cast_slice(data);
-        self.run(Operation::Transfer, |running| {
+        self.transfer(to, true, |running| {
             let sends = vec![(to, 0..data.len())];
             running.exchange(Moves { source: Some(data), sends, ..Moves::default() })
         })
@@ -191,7 +190,7 @@ impl Group {
     pub fn recv<T: Element>(&mut self, data: &mut [T], from: usize) -> Result<(), CommError> {
         self.check_peer(from)?;
         let buffer: &mut [u8] = cast_slice_mut(data);
-        self.run(Operation::Transfer, |running| {
+        self.transfer(from, false, |running| {
             let receives = vec![(from, 0..buffer.len())];
             running.exchange(Moves { receives, buffer, ..Moves::default() })
         })

@@ -81,7 +81,16 @@ struct Mesh {
     failure: Option<CommError>,
 }
 
-/// Some ranks of a world, acting together. All members call the same operations in the same order.
+impl Drop for Mesh {
+    /// All at once: some links take a moment to see that the peer has everything.
+    fn drop(&mut self) {
+        self.peers.iter_mut().flatten().for_each(|p| p.link.close());
+    }
+}
+
+/// Some ranks of a world, acting together. All members call the same collectives in the same order;
+/// transfers between two of them concern these alone, and stand in the same place among both's
+/// collectives.
 pub struct Group {
     mesh: Arc<Mutex<Mesh>>,
     abort: AbortHandle,
@@ -96,8 +105,10 @@ pub struct Group {
     id: u16,
     /// Groups split off so far.
     splits: u16,
-    /// Operations so far.
+    /// Collectives so far.
     number: u64,
+    /// Transfers so far, to and from each member.
+    transfers: Vec<[u64; 2]>,
 }
 
 /// A world of `size` ranks within one process, linked by local sockets, for tests and for threads as
@@ -194,6 +205,7 @@ impl Group {
             id: 0,
             splits: 0,
             number: 0,
+            transfers: vec![[0; 2]; size],
         }
     }
 
@@ -271,6 +283,7 @@ impl Group {
             id: self.id.wrapping_mul(256).wrapping_add(self.splits),
             splits: 0,
             number: 0,
+            transfers: vec![[0; 2]; members.len()],
         }))
     }
 
@@ -291,13 +304,38 @@ impl Group {
         lock(&self.mesh).failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Runs one operation of the group; an error is final, and told to the others.
+    /// Runs one collective of the group.
     fn run(
         &mut self,
         operation: Operation,
         work: impl FnOnce(&mut Running<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         self.number += 1;
+        self.run_as(operation, self.number, work)
+    }
+
+    /// Runs a transfer to or from a member, of which these two know alone.
+    fn transfer(
+        &mut self,
+        peer: usize,
+        is_sent: bool,
+        work: impl FnOnce(&mut Running<'_>) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let count = self.transfers.get_mut(peer).map(|[sent, received]| {
+            let count = if is_sent { sent } else { received };
+            *count += 1;
+            *count
+        });
+        self.run_as(Operation::Transfer, count.unwrap_or_default(), work)
+    }
+
+    /// An error is final, and told to the others.
+    fn run_as(
+        &mut self,
+        operation: Operation,
+        number: u64,
+        work: impl FnOnce(&mut Running<'_>) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
         let mut mesh = lock(&self.mesh);
         if let Some(failure) = &mesh.failure {
             return Err(failure.clone());
@@ -322,7 +360,7 @@ impl Group {
             topology: &self.topology,
             rank: self.rank,
             group: self.id,
-            number: self.number,
+            number,
             around: &around,
         });
         if let Err(e) = &outcome

@@ -5,6 +5,7 @@ mod core;
 
 use std::io::{self, IoSlice};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use self::core::Mended;
@@ -75,6 +76,7 @@ pub struct ReliableLink {
     end: Arc<Mutex<End>>,
     name: String,
     transport: Transport,
+    service: Option<JoinHandle<()>>,
 }
 
 impl ReliableLink {
@@ -97,10 +99,10 @@ impl ReliableLink {
         }));
         let shared = Arc::clone(&end);
         // Ends with the link: at the latest `LINGER` after it is closed.
-        std::thread::Builder::new()
+        let service = std::thread::Builder::new()
             .name("link-service".to_owned())
             .spawn(move || serve(&shared))?;
-        Ok(Self { end, name, transport })
+        Ok(Self { end, name, transport, service: Some(service) })
     }
 
     /// What went wrong so far, and was mended.
@@ -269,7 +271,12 @@ impl Link for ReliableLink {
 }
 
 impl Drop for ReliableLink {
+    /// Waits until the peer has all that was sent, at most `LINGER`: the process may end after.
     fn drop(&mut self) {
         self.close();
+        if let Some(service) = self.service.take() {
+            // A panic there was reported when it happened.
+            let _ = service.join();
+        }
     }
 }
